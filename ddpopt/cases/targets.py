@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -22,18 +23,19 @@ from ddpopt.cases.case import Call, Case, step_seed
 from ddpopt.errors import UsageError, did_you_mean
 
 EXPECTED_RETURN = "(model, inputs), (model, args, kwargs) or a ddpopt.testing.Case"
-NOT_THE_USERS = tuple(
-    f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1])
-)
+OWN_FOLDERS = (Path(torch.__file__).parent, Path(__file__).parents[1])
+NOT_THE_USERS = ("<eval_with_key>", *(f"{folder}{os.sep}" for folder in OWN_FOLDERS))
+PYTHONS = (sysconfig.get_path("stdlib"), "<frozen ")
 TARGET_HELP = "give 'package.module:name', or the name of a case ('ddpopt cases' lists them)"
 
 
 def resolve(target: str | Case | Callable[[], object]) -> Case:
     """Turn a target into a case.
 
-    A factory is called under a seed, once here and again for every model and every input: with the seed of
-    rank 0 and step 0 for the model, with the seed of the rank and step for inputs. Inputs drawn from the
-    default generator therefore differ per rank; other inputs are the same on all ranks.
+    A factory is called under a seed, for every model and every input: with the seed of rank 0 and step 0 for
+    the model, with the seed of the rank and step for inputs. Inputs drawn from the default generator
+    therefore differ per rank; other inputs are the same on all ranks. The first call is made here; the first
+    model, and the first inputs of rank 0 and step 0, are what it returned.
 
     Args:
         target: a case; a factory without arguments; ``package.module:name`` of either; or the name of a case
@@ -98,9 +100,7 @@ def _import(module_name: str, target: str) -> object:
             f"target {target!r}: there is no module {error.name!r}; install it, or add the directory that "
             "contains it to PYTHONPATH"
         ) from error
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
+    except (Exception, SystemExit) as error:
         raise _fault(target, f"importing {module_name!r}", error) from error
 
 
@@ -114,13 +114,8 @@ def _case_from_factory(name: str, factory: Callable[[], object]) -> Case:
     made = _call(name, factory, 0)
     if isinstance(made, Case):
         return _tried(name, made)
-    _split(name, made)
-    return Case(
-        name=name,
-        model=partial(_made_model, name, factory),
-        inputs=partial(_made_inputs, name, factory),
-        about=f"made by {name}",
-    )
+    parts = _Parts(name, factory, made)
+    return Case(name, partial(parts.take, 0), partial(parts.take, 1), f"made by {name}")
 
 
 def _tried(name: str, case: Case) -> Case:
@@ -130,12 +125,23 @@ def _tried(name: str, case: Case) -> Case:
     return case
 
 
-def _made_model(name: str, factory: Callable[[], object]) -> nn.Module:
-    return _split(name, _call(name, factory, 0))[0]
+class _Parts:
+    """The model and the inputs that a factory makes; those of its first call are used too, once."""
 
+    def __init__(self, name: str, factory: Callable[[], object], made: object) -> None:
+        self._name = name
+        self._factory = factory
+        self._first: dict[int, Any] = dict(enumerate(_split(name, made)))
 
-def _made_inputs(name: str, factory: Callable[[], object], rank: int, step: int) -> Call:
-    return _split(name, _call(name, factory, step_seed(rank, step)))[1]
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_first": {}}  # another process makes its own
+
+    def take(self, part: int, rank: int = 0, step: int = 0) -> Any:
+        """Make the model (0), or the inputs (1) of a rank and a step."""
+        seed = step_seed(rank, step)
+        if seed == 0 and part in self._first:
+            return self._first.pop(part)
+        return _split(self._name, _call(self._name, self._factory, seed))[part]
 
 
 def _call(
@@ -146,9 +152,7 @@ def _call(
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(seed)
             return factory()
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
+    except (Exception, SystemExit) as error:
         raise _fault(name, doing, error) from error
 
 
@@ -158,14 +162,16 @@ def _fault(name: str, doing: str, error: BaseException) -> UsageError:
 
 
 def users_line(error: BaseException) -> str:
-    """Name the innermost line of user code that an exception passed through; empty if there is none."""
+    """Name the innermost line of user code that an exception passed through; empty if there is none.
+
+    Dynamo's exceptions do not pass through the code that it traces; they name it.
+    """
+    frames = [*traceback.extract_tb(error.__traceback__), *(getattr(error, "real_stack", None) or ())]
     if isinstance(error, SyntaxError):
-        return f" ({error.filename}:{error.lineno})"
-    frames = getattr(error, "real_stack", None) or traceback.extract_tb(error.__traceback__)  # Dynamo's
-    own = [frame for frame in frames if not frame.filename.startswith(NOT_THE_USERS)]
-    standard = (sysconfig.get_path("stdlib"), "<frozen ")
-    installed = [f for f in own if "site-packages" in f.filename or not f.filename.startswith(standard)]
-    return f" ({installed[-1].filename}:{installed[-1].lineno})" if installed else ""
+        frames = [traceback.FrameSummary(error.filename or "?", error.lineno, "<module>", line=error.text)]
+    own = [f for f in frames if not f.filename.startswith(NOT_THE_USERS)]
+    own = [f for f in own if "site-packages" in f.filename or not f.filename.startswith(PYTHONS)]
+    return " ({0.filename}:{0.lineno} in {0.name}: {0.line})".format(own[-1]) if own else ""
 
 
 def _split(name: str, made: object) -> tuple[nn.Module, Call]:

@@ -7,7 +7,7 @@ needs no torch.
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import json as json_module
 import os
 import sys
@@ -16,11 +16,28 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 import ddpopt
 from ddpopt.cli import options as given
 from ddpopt.errors import DdpoptError, UsageError
+
+
+class _Command(TyperCommand):
+    """A subcommand whose stdout has only its result, whatever the target prints."""
+
+    def invoke(self, ctx: Any) -> Any:
+        from ddpopt.judge.report.files import RESULTS, require_writable
+
+        params = ctx.params
+        given.require_positive(
+            **{name: params.get(name) for name in ("timeout", "minutes", "examples", "tries")}
+        )
+        baseline = params["baseline"] if params.get("update") else None
+        require_writable(params.get("json"), params.get("report") or (), baseline)
+        RESULTS.set(sys.stdout)
+        sys.stdout = sys.stderr  # for good: a target may also print when the process ends
+        return super().invoke(ctx)
 
 
 class _Group(TyperGroup):
@@ -77,24 +94,21 @@ def _options(
     del version
 
 
-@app.command(short_help="Show the plan, DDP's own buckets, and torch's DDPOptimizer.")
+@app.command(cls=_Command, short_help="Show the plan, DDP's own buckets, and torch's DDPOptimizer.")
 def explain(target: given.Target, ddp: given.Ddp = None, json: given.Json = None) -> None:
     """Show ddpopt's plan, DDP's own buckets, and what torch's DDPOptimizer does.
 
     Nothing is trained: no process group and no GPU is needed.
     """
-    from ddpopt.cases.targets import resolve
     from ddpopt.explanation.explain import explain_case
-    from ddpopt.judge.option_cases import differing
-    from ddpopt.judge.report.files import require_writable, show
+    from ddpopt.judge.report.files import show
 
-    require_writable(json)
-    case = differing(resolve(target), given.ddp_arguments(ddp or ()))
+    case = _case(target, ddp)
     explanation = explain_case(case, case.ddp_kwargs)
     show(str(explanation), explanation.to_json(), json)
 
 
-@app.command(short_help="Find what prevents overlap, and say what to do about it.")
+@app.command(cls=_Command, short_help="Find what prevents overlap, and say what to do about it.")
 def doctor(  # one for each option of the command line
     target: given.Target,
     nproc: given.Nproc = given.NPROC,
@@ -109,26 +123,22 @@ def doctor(  # one for each option of the command line
     in this process alone, with the inputs of --nproc ranks. Exit code 1 if a step fails or would train
     something else.
     """
-    from ddpopt.cases.targets import resolve
     from ddpopt.doctor import diagnose
-    from ddpopt.judge.option_cases import differing
-    from ddpopt.judge.report.files import require_writable, show
+    from ddpopt.judge.report.files import show
 
-    require_writable(json)
-    case = differing(resolve(target), given.ddp_arguments(ddp or ()))
-    with contextlib.redirect_stdout(sys.stderr):  # the model's output is not part of the report
-        diagnosis = diagnose(
-            case,
-            backend=backend,
-            steps=steps,
-            ranks=nproc,
-            tell=lambda doing: typer.echo(f"ddpopt: {doing}", err=True),
-        )
+    case = _case(target, ddp)
+    diagnosis = diagnose(
+        case,
+        backend=backend,
+        steps=steps,
+        ranks=nproc,
+        tell=lambda doing: typer.echo(f"ddpopt: {doing}", err=True),
+    )
     show(str(diagnosis), diagnosis.to_json(), json)
     raise typer.Exit(diagnosis.exit_code)
 
 
-@app.command(short_help="Compare a compiled data-parallel step with eager DDP.")
+@app.command(cls=_Command, short_help="Compare a compiled data-parallel step with eager DDP.")
 def verify(  # noqa: PLR0913  # one for each option of the command line
     target: given.Target,
     nproc: given.Nproc = given.NPROC,
@@ -150,17 +160,14 @@ def verify(  # noqa: PLR0913  # one for each option of the command line
     Tolerances are derived and not guessed. Whatever is wrong is named by parameter, bucket, rank and level.
     """
     from ddpopt.cli.verification import Verification
-    from ddpopt.judge.report.files import require_writable
 
-    given.require_positive(timeout=timeout)
-    require_writable(json, report or ())
     verification = Verification(
         nproc, backend, mode, options, steps, timeout, json, tuple(report or ()), dtype, device
     )
     raise typer.Exit(verification.of_target(target, given.ddp_arguments(ddp or ()), locate=locate))
 
 
-@app.command(short_help="Verify every mode under every option on six small cases.")
+@app.command(cls=_Command, short_help="Verify every mode under every option on six small cases.")
 def matrix(  # one for each option of the command line
     nproc: given.Nproc = given.NPROC,
     backend: given.Backend = given.BACKEND,
@@ -176,17 +183,14 @@ def matrix(  # one for each option of the command line
     With '--backend eager' it takes minutes.
     """
     from ddpopt.cli.verification import Verification
-    from ddpopt.judge.report.files import require_writable
 
-    given.require_positive(timeout=timeout)
-    require_writable(json, report or ())
     verification = Verification(
         nproc, backend, mode or "all", options or "all", steps, timeout, json, tuple(report or ())
     )
     raise typer.Exit(verification.of_matrix())
 
 
-@app.command(short_help="Compare plans and runs with a baseline.")
+@app.command(cls=_Command, short_help="Compare plans and runs with a baseline.")
 def gate(  # noqa: PLR0913  # one for each option of the command line
     context: typer.Context,
     baseline: given.BaselineFile,
@@ -207,29 +211,29 @@ def gate(  # noqa: PLR0913  # one for each option of the command line
     """
     from ddpopt.gate.gate import gate as compare
     from ddpopt.judge.modes import MODES
-    from ddpopt.judge.report.files import require_writable, show, status_line, write_reports
+    from ddpopt.judge.report.files import show, status_line, write_report
 
-    require_writable(json, report or ())
     asked: dict[str, Any] = {"nproc": nproc, "backend": backend, "steps": steps, "device": device}
-    asked = {name: value for name, value in asked.items() if _is_given(context, name)}
+    sources = {name: context.get_parameter_source(name) for name in asked}
+    asked = {name: asked[name] for name, source in sources.items() if source and source.name == "COMMANDLINE"}
     if mode is not None:
         asked["modes"] = given.chosen(mode, [known.name for known in MODES], "--mode")
     with status_line("starting ranks") as show_line:
-        comparison, written = compare(
+        comparison, write = compare(
             Path(baseline),
             targets or (),
             asked,
             update=update,
             begin=lambda name, total: show_line(f"{name}, one of {total} cases"),
         )
-    write_reports(report or (), comparison.as_verdict(), comparison.headline, str(comparison))
-    show(str(comparison), comparison.to_json(), json)
-    if written:
-        typer.echo(f"ddpopt: {written}", err=True)
+    told = comparison.as_verdict(), comparison.headline, str(comparison)
+    others: list[Any] = [functools.partial(write_report, file, *told) for file in report or ()]
+    others += [lambda: typer.echo(f"ddpopt: {write()}", err=True)] if update else []
+    show(str(comparison), comparison.to_json(), json, others)
     raise typer.Exit(0 if comparison.updates else comparison.exit_code)
 
 
-@app.command(short_help="Draw random models, and search for one that a mode gets wrong.")
+@app.command(cls=_Command, short_help="Draw random models, and search for one that a mode gets wrong.")
 def fuzz(  # noqa: PLR0913  # one for each option of the command line
     minutes: given.Minutes = None,
     examples: given.Examples = None,
@@ -249,15 +253,15 @@ def fuzz(  # noqa: PLR0913  # one for each option of the command line
     'whole', also if the backend did.
     """
     from ddpopt.cli import fuzzing
-    from ddpopt.judge.report.files import require_writable
 
-    given.require_positive(minutes=minutes, examples=examples, nproc=nproc, timeout=timeout)
-    require_writable(json)
+    given.require_positive(nproc=nproc)
     plan = fuzzing.planned(seed, mode, backend, nproc, without)
     raise typer.Exit(fuzzing.fuzz(plan, minutes, examples, timeout, out, json))
 
 
-@app.command(short_help="Shrink a model that fails, and write a script that reproduces the failure.")
+@app.command(
+    cls=_Command, short_help="Shrink a model that fails, and write a script that reproduces the failure."
+)
 def minimize(
     case: given.CaseFile,
     out: given.Script = None,
@@ -272,32 +276,36 @@ def minimize(
     Exit code 0 if the script shows the failure, 1 if it does not, 3 if CASE does not fail here.
     """
     from ddpopt.cli import fuzzing
-    from ddpopt.judge.report.files import require_writable
 
-    given.require_positive(tries=tries, minutes=minutes, timeout=timeout)
-    require_writable(json)
     raise typer.Exit(fuzzing.minimize(case, out, tries, minutes, timeout, json))
 
 
-@app.command(short_help="List the modes and options that 'verify' knows.")
+@app.command(cls=_Command, short_help="List the modes and options that 'verify' knows.")
 def modes() -> None:
     """List the modes and options that 'ddpopt verify' and 'ddpopt matrix' know."""
     from ddpopt.judge.modes import MODES
     from ddpopt.judge.options import OPTIONS
+    from ddpopt.judge.report.files import show
 
-    typer.echo(f"{_listed('mode', MODES)}\n\n{_listed('option', OPTIONS)}")
+    show(f"{_listed('mode', MODES)}\n\n{_listed('option', OPTIONS)}", "", None)
 
 
-@app.command(short_help="List the cases of the corpus.")
+@app.command(cls=_Command, short_help="List the cases of the corpus.")
 def cases(json: given.Json = None) -> None:
     """List the cases of the corpus, each of which is a TARGET."""
     from ddpopt.cases import corpus
-    from ddpopt.judge.report.files import require_writable, show
+    from ddpopt.judge.report.files import show
 
-    require_writable(json)
     found = corpus.cases()
-    data = json_module.dumps({case.name: case.about for case in found}, indent=2)
-    show(_listed("case", found), data, json)
+    show(_listed("case", found), json_module.dumps({case.name: case.about for case in found}, indent=2), json)
+
+
+def _case(target: str, ddp: list[str] | None) -> Any:
+    """The case that a target names, with other arguments for DDP."""
+    from ddpopt.cases.targets import resolve
+    from ddpopt.judge.option_cases import differing
+
+    return differing(resolve(target), given.ddp_arguments(ddp or ()))
 
 
 def _listed(title: str, rows: Iterable[Any]) -> str:
@@ -307,13 +315,10 @@ def _listed(title: str, rows: Iterable[Any]) -> str:
     return table([Column(title), Column("about")], [(row.name, row.about) for row in rows])
 
 
-def _is_given(context: typer.Context, name: str) -> bool:
-    """Whether a parameter was given on the command line."""
-    source = context.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"
-
-
 def main() -> None:
     """Run the command; targets are looked for in the current directory too, packages there at last."""
     sys.path.append(os.getcwd())
+    stdout = sys.stdout
+    sys.stdout = open(os.dup(1), "w", encoding=stdout.encoding, errors=stdout.errors)  # noqa: SIM115
+    os.dup2(2, 1)  # what the target's own processes and libraries print
     app(prog_name="ddpopt")

@@ -31,11 +31,7 @@ OWN = ("ddpopt-split", "ddpopt-inline")
 
 
 def planned(  # one for each option of the command line
-    seed: int,
-    mode: str | None,
-    backend: str,
-    nproc: int,
-    without: str | None,
+    seed: int, mode: str | None, backend: str, nproc: int, without: str | None
 ) -> CampaignPlan:
     """Check the arguments of a campaign.
 
@@ -119,14 +115,16 @@ def fuzz(  # one for each option of the command line
     # a separate folder for each process, if several run together
     folder = Path(out) / f"shard-{plan.shard}" if int(os.environ.get("WORLD_SIZE") or 1) > 1 else Path(out)
     limits = Budget(None if minutes is None else minutes * 60, examples, timeout_s)
-    with Journal(folder, plan) as journal:
-        campaign = Campaign(journal, plan, limits)
+    campaign = Campaign(Journal(folder, plan), plan, limits)
+    try:
         with status_line("starting ranks") as show_line:
             campaign.tell = functools.partial(_tell, campaign, show_line, len(known_features()))
-            summary = campaign.run()
-    write_whole(folder / SUMMARY, f"{summary.to_json()}\n")
-    lines = fuzz_lines(summary, str(journal.cases), known_features())
-    show("\n".join(lines), summary.to_json(), json)
+            campaign.run()
+    finally:  # also if a file cannot be written
+        summary = campaign.summary()
+        lines = fuzz_lines(summary, str(campaign.journal.cases), known_features())
+        keep = functools.partial(write_whole, folder / SUMMARY, f"{summary.to_json()}\n")
+        show("\n".join(lines), summary.to_json(), json, [keep])
     if not minutes and not examples:
         typer.echo(f"to resume: repeat the command with --out {out}", err=True)
     return VerificationError.exit_code if summary.distinct else 0
@@ -146,12 +144,7 @@ def _tell(
 
 
 def minimize(  # one for each option of the command line
-    file: str,
-    out: str | None,
-    tries: int,
-    minutes: float | None,
-    timeout_s: float,
-    json: str | None,
+    file: str, out: str | None, tries: int, minutes: float | None, timeout_s: float, json: str | None
 ) -> int:
     """Make a case small, and write the script that shows it.
 
@@ -184,20 +177,23 @@ def minimize(  # one for each option of the command line
     small = script.with_suffix(".json")
     if small.absolute() == Path(file).absolute():
         raise UsageError(f"--out: {out!r} would overwrite {file!r}; choose another file")
-    seconds, limit_s = None if minutes is None else minutes * 60, timeout_s
     looking = f"looking for a smaller model: {case.signature}"
-    with status_line(looking) as show_line, Worker(limit_s) as worker:
+    with status_line(looking) as show_line, Worker(timeout_s) as worker:
         result = minimized(
             case,
             functools.partial(answer_of, worker),
             tries=tries,
-            seconds=seconds,
+            seconds=minutes and minutes * 60,
             tell=lambda found: show_line(
                 f"{found.tries} models tried, steps left: {len(list(found.case.model.all_steps()))}"
             ),
         )
-    write_whole(small, result.case.to_json())
-    ran, reproduces = write_script(result.case, script, limit_s)
+    try:
+        write_whole(small, result.case.to_json())
+        ran, reproduces = write_script(result.case, script, timeout_s)
+    except UsageError:
+        show("", result.case.to_json(), "-")
+        raise
     lines = minimized_lines(result, script.name, ran, reproduces)
     show("\n".join(lines), result.case.to_json(), json)
     return 0 if reproduces else VerificationError.exit_code

@@ -21,7 +21,7 @@ from ddpopt.judge.matrix import CASES
 from ddpopt.judge.modes import MODES, mode_of
 from ddpopt.judge.option_cases import differing
 from ddpopt.judge.options import OPTIONS
-from ddpopt.judge.report.files import show, status_line, write_reports
+from ddpopt.judge.report.files import show, status_line, write_report
 from ddpopt.judge.report.text import verdict_text
 from ddpopt.judge.report.wording import headline
 from ddpopt.judge.runner import OPTIONS_BY_DEFAULT, checked, is_first, verify_all, verify_and_locate
@@ -69,7 +69,9 @@ class Verification:
         case = resolve(target)
         requests = self._requests([differing(case, ddp_kwargs) if ddp_kwargs else target])
         search = partial(self._locate, target, ddp_kwargs) if locate else None
-        return self._run(case.name, requests, search)
+        title = case.name
+        del case  # it may hold a model
+        return self._run(title, requests, search)
 
     def of_matrix(self) -> int:
         """Verify the matrix's own cases, and return the exit code."""
@@ -126,5 +128,5 @@ class Verification:
 
     def _report(self, verdict: Verdict) -> None:
         text = verdict_text(verdict)
-        write_reports(self.reports, verdict, headline(verdict), text)
-        show(text, verdict.to_json(), self.json)
+        reports = [partial(write_report, file, verdict, headline(verdict), text) for file in self.reports]
+        show(text, verdict.to_json(), self.json, reports)

@@ -20,6 +20,7 @@ from ddpopt.cases.case import Case
 from ddpopt.ddp.reducer_buckets import ObservedBucket, running_buckets
 from ddpopt.doctor.dynamo import Notes, taking_notes
 from ddpopt.explanation.rehearsal import generators_kept
+from ddpopt.judge.judging.failing import in_words
 
 EAGER, TORCH, OURS = "eager DDP", "torch's DDPOptimizer", "ddpopt"
 
@@ -75,13 +76,7 @@ def _steps(
             case.step(step, dist.get_rank(), done).backward()  # type: ignore[no-untyped-call]  # of torch
         return running_buckets(ddp), "", 0
     except Exception as error:  # the user would have met any such error, so it is reported
-        return (), one_line(error), done
-
-
-def one_line(error: BaseException) -> str:
-    """An error in one line: its type and the first two lines of its message."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return ": ".join([type(error).__name__, " ".join(lines[:2])]) if lines else type(error).__name__
+        return (), in_words(error), done
 
 
 Wrap = Callable[[DistributedDataParallel, Any], Callable[..., Any]]

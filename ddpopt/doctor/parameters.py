@@ -12,9 +12,10 @@ from torch import nn
 
 from ddpopt.cases.case import Case
 from ddpopt.doctor.diagnosis import Advice, Unused, Weight
-from ddpopt.doctor.mode_run import one_line, undisturbed
+from ddpopt.doctor.mode_run import undisturbed
 from ddpopt.errors import NotJudgedError
 from ddpopt.explanation.tables import names
+from ddpopt.judge.judging.failing import in_words
 
 
 def find_unused(case: Case, ranks: int, steps: int, tell: Callable[[str], None]) -> tuple[Unused, ...]:
@@ -51,7 +52,7 @@ def _without_gradient(case: Case, model: nn.Module, rank: int, step: int) -> Ite
     except Exception as error:
         raise NotJudgedError(
             f"{case.name}: expected the model to run in eager, without DDP, but with the inputs of rank "
-            f"{rank}, step {step} it failed with {one_line(error)}; fix that step first"
+            f"{rank}, step {step} it failed with {in_words(error)}; fix that step first"
         ) from error
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.grad is None:

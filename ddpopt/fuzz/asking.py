@@ -14,6 +14,7 @@ from ddpopt.fuzz.questions import STEPS, TORCH, Answer
 from ddpopt.fuzz.scripting import FIRST_BUCKET_BYTES, script_of
 from ddpopt.fuzz.workers import Worker
 from ddpopt.judge.locating.scripting import shows as shows_in_fresh_interpreter
+from ddpopt.judge.report.files import write
 
 STARTING_S = 60.0
 """Seconds for a script's interpreter to import torch; it then runs eager and the mode."""
@@ -31,18 +32,21 @@ def write_script(case: FoundCase, file: Path, limit_s: float) -> tuple[FoundCase
 
     Returns:
         The case that the script runs, and whether it showed the failure in a fresh interpreter.
+
+    Raises:
+        UsageError: the file cannot be written.
     """
     death = case.signature.what if case.signature.kind == "death" else ""
     with Worker(limit_s) as worker:
         for candidate in as_scripted(case):
             if candidate is not case and not candidate.fails_so(answer_of(worker, candidate)):
                 continue
-            file.write_text(script_of(candidate, file.name), encoding="utf-8")
+            write("--out", file, script_of(candidate, file.name))
             if shows_in_fresh_interpreter(
                 file, candidate.setting.nproc, STARTING_S + 2 * limit_s, death=death
             ):
                 return candidate, True
-    file.write_text(script_of(case, file.name), encoding="utf-8")
+    write("--out", file, script_of(case, file.name))
     return case, False
 
 

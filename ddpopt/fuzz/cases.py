@@ -189,11 +189,13 @@ def write_whole(file: Path, text: str) -> None:
         text: the text, written as UTF-8.
 
     Raises:
-        OSError: the folder cannot be written to.
+        UsageError: it cannot be written.
     """
     temporary = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         temporary.write_text(text, encoding="utf-8")
         temporary.replace(file)
+    except OSError as error:
+        raise UsageError(f"--out: cannot write {str(file)!r}: {error.strerror}; name another") from error
     finally:
         temporary.unlink(missing_ok=True)

@@ -11,12 +11,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from ddpopt.errors import UsageError
 from ddpopt.fuzz.cases import write_whole
 from ddpopt.fuzz.questions import WHOLE, Answer, Outcome
 from ddpopt.fuzz.signatures import FailureSignature
+from ddpopt.judge.report.files import write
 
 LINES = "journal.jsonl"
 PLAN = "campaign.json"
@@ -99,17 +100,10 @@ class Journal:
             self.cases.mkdir(parents=True, exist_ok=True)
             self._adopt(plan)
             self.entries = list(_read(folder / LINES))
-            self._file = (folder / LINES).open("a", encoding="utf-8")
         except OSError as error:
             raise UsageError(
                 f"--out: cannot write to {str(folder)!r}: {error.strerror}; name a writable folder"
             ) from error
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
 
     @property
     def next_place(self) -> int:
@@ -117,10 +111,9 @@ class Journal:
         return max((entry.place for entry in self.entries), default=-1) + 1
 
     def add(self, entry: Entry) -> None:
-        """Write an entry and flush it."""
+        """Write an entry at once."""
+        write("--out", self.folder / LINES, f"{entry.to_line()}\n", "a")
         self.entries.append(entry)
-        self._file.write(f"{entry.to_line()}\n")
-        self._file.flush()
 
     def _adopt(self, plan: CampaignPlan) -> None:
         file = self.folder / PLAN

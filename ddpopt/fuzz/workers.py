@@ -134,20 +134,15 @@ def _lost(task: Task, failed: RanksFailed) -> list[Answer]:
     if failure.what not in task.modes:
         raise failed
     # a model's exceptions are caught, so an exception here comes from verification itself
-    kind = (
-        Outcome.BROKEN
-        if failure.kind == "raised"
-        else Outcome.BACKEND
-        if failure.what == WHOLE
-        else Outcome.WRONG
-    )
+    kind = Outcome.BACKEND if failure.what == WHOLE else Outcome.WRONG
+    kind = Outcome.BROKEN if failure.kind == "raised" else kind
     return [Answer(failure.what, kind, signature, detail)]
 
 
 def _signature(failure: RankFailure) -> tuple[FailureSignature, str]:
     """The signature of a failure, and its full text."""
     if failure.kind == "raised":
-        return of_error(failure.stack.strip().rpartition("\n")[2]), failure.stack[-DETAIL:]
+        return of_error(failure.error), failure.stack[-DETAIL:]
     _, found, crashed = failure.stack.rpartition("Current thread")
     shown = f"{found}{crashed}"[:DETAIL] if failure.stack else failure.output[-DETAIL:]
     if failure.kind != "died":

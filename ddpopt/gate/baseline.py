@@ -16,6 +16,7 @@ from typing import Any
 
 from ddpopt.cases.corpus import cases
 from ddpopt.errors import UsageError
+from ddpopt.judge.report import files
 
 FORMAT = 2
 KEY = "ddpopt_gate"
@@ -115,6 +116,8 @@ def read(file: Path) -> Baseline | None:
         UsageError: the file is not a baseline.
     """
     try:
+        if file.exists() and not file.is_file():  # a device may have no end
+            raise ValueError("not a regular file")
         data = json.loads(file.read_text(encoding="utf-8"))
         if data[KEY] != FORMAT:
             raise ValueError(f"{KEY} is {data[KEY]!r}, expected {FORMAT}")
@@ -133,7 +136,7 @@ def read(file: Path) -> Baseline | None:
 
 
 def write(baseline: Baseline, file: Path) -> bool:
-    """Write a baseline, unless the file already has this content.
+    """Write a baseline, unless the file already has this content; makes its folder.
 
     Args:
         baseline: what to write.
@@ -146,10 +149,7 @@ def write(baseline: Baseline, file: Path) -> bool:
         UsageError: the file cannot be written.
     """
     text = baseline.to_text()
-    try:
-        if file.exists() and file.read_text(encoding="utf-8") == text:
-            return False
-        file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"--baseline: cannot write {str(file)!r}: {error.strerror}; name another") from error
+    if file.exists() and file.read_text(encoding="utf-8") == text:
+        return False
+    files.write("--baseline", file, text)
     return True

@@ -14,7 +14,6 @@ import gc
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from ddpopt.explanation.tables import mib
 from ddpopt.gate.baseline import Figure, Measuring
 from ddpopt.gate.overlap import measure, ratio_to_eager
 from ddpopt.judge.judge import EXACT, judge
+from ddpopt.judge.judging.failing import in_words
 from ddpopt.judge.judging.record import Record
 from ddpopt.judge.judging.reference import Bench, Reference, Subject
 from ddpopt.judge.modes import Mode, mode
@@ -36,7 +36,7 @@ from ddpopt.judge.parallel import Setup
 from ddpopt.judge.trainer import Trainer, on_device
 from ddpopt.judge.verdict import Status, Trial
 from ddpopt.planning.capture import capture
-from ddpopt.ranks.group import Ranks
+from ddpopt.ranks.group import Ranks, new_group
 
 COLLECTIVE_LIMIT_S = 60.0
 DIGITS = 3
@@ -206,7 +206,7 @@ def _overlap(case: Case, how: Mode, backend: Any, ranks: Ranks) -> _Overlap:
             warnings.simplefilter("ignore")
             potential = _measured(case, how, counted, group, ranks)
     except Exception as error:  # every rank reports its result, so that none waits for a failed rank
-        failure = f"rank {ranks.rank}: {type(error).__name__}: {error}"
+        failure = f"rank {ranks.rank}: {in_words(error)}"
     said = [text for text in ranks.gather(failure) if text]
     return (said[0] if said else potential), counted.calls
 
@@ -233,7 +233,7 @@ def _measured(
 @contextlib.contextmanager
 def _fresh_group() -> Iterator[dist.ProcessGroup]:
     """A process group of all ranks that exists for the duration of the block."""
-    group: Any = dist.new_group(timeout=timedelta(seconds=COLLECTIVE_LIMIT_S))
+    group = new_group(COLLECTIVE_LIMIT_S)
     try:
         yield group
     finally:

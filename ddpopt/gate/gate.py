@@ -35,8 +35,8 @@ def gate(
     *,
     update: bool,
     begin: Callable[[str, int], None],
-) -> tuple[Comparison, str]:
-    """Measure, compare with the baseline, and write it if requested.
+) -> tuple[Comparison, Callable[[], str]]:
+    """Measure, and compare with the baseline.
 
     Args:
         file: the baseline.
@@ -47,7 +47,8 @@ def gate(
         begin: called with each case as it begins, and the number of cases.
 
     Returns:
-        The comparison, and a message about the file; empty if no update was requested.
+        The comparison, and a function that writes the baseline if requested; it returns a message about the
+        file, empty if no update was requested.
 
     Raises:
         UsageError: an argument or the baseline cannot be used.
@@ -68,14 +69,14 @@ def gate(
         str(file), release, settings.nproc, now, changes(old, now), left_out, updates=update
     )
     if not update:
-        return comparison, ""
+        return comparison, lambda: ""
     failed = [f"{name}, {said}" for name, case in now.items() for said in failures(case)]
     if failed or not now:
         said = "\n  ".join(failed) or "nothing was measured"
-        return replace(comparison, updates=False), f"{file} was not written:\n  {said}"
+        return replace(comparison, updates=False), lambda: f"{file} was not written:\n  {said}"
     merged = now if whole else {**before, **now}
-    changed = write(replace(kept or Baseline(), settings=settings).with_figures(release, merged), file)
-    return comparison, f"{'wrote' if changed else 'nothing to change in'} {file}"
+    updated = replace(kept or Baseline(), settings=settings).with_figures(release, merged)
+    return comparison, lambda: f"{'wrote' if write(updated, file) else 'nothing to change in'} {file}"
 
 
 def settings_of(
@@ -88,7 +89,8 @@ def settings_of(
     """
     if kept is None and not update:
         raise UsageError(
-            f"--baseline: there is no file {str(file)!r} to compare with; create it with --update"
+            f"--baseline: there is no file {str(file)!r} to compare with; create it with --update: 'ddpopt "
+            f"gate TARGET ... --baseline {file} --update' measures and writes it; then commit it"
         )
     own = kept.settings if kept else Measuring()
     for name, value in given.items():
@@ -98,6 +100,8 @@ def settings_of(
                 f"{getattr(own, name)!r}, got {value!r}; leave the option out, or write the baseline with "
                 "--update"
             )
+    if not (own.targets or targets):
+        raise UsageError(f"expected at least one TARGET to measure, got none, and {str(file)!r} has none")
     strangers = [name for name in targets if name not in own.targets]
     if strangers and not update:
         raise UsageError(
@@ -122,17 +126,8 @@ def _measure(settings: Measuring, due: Sequence[str], begin: Callable[[str], Non
         if isinstance(event, str):
             begin(event)
 
-    launched = launch(
-        _on_rank,
-        settings,
-        due,
-        nproc=settings.nproc,
-        limit_s=RUN_LIMIT_S,
-        device=settings.device,
-        on_event=hear,
-    )
-    figures: Figures = launched[0]
-    return figures
+    size, device = settings.nproc, settings.device
+    return launch(_on_rank, settings, due, nproc=size, limit_s=RUN_LIMIT_S, device=device, on_event=hear)[0]
 
 
 def _on_rank(ranks: Ranks, settings: Measuring, due: Sequence[str]) -> Figures:

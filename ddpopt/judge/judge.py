@@ -94,7 +94,7 @@ def _judged(
     sheet.findings[:0] = wrong
     sheets = bench.ranks.gather(sheet.in_short())
     judged = worst(item for one in sheets for item in one.judged)
-    found = findings(sheets, judged)
+    found = findings(sheets, judged, bench.ranks.gather(reference.ready)[0])
     judged_any = any(bench.ranks.gather(_has_gradients(reference.eager)))
     last = record.iterations[-1].buckets if record.iterations else ()
     return {

@@ -19,6 +19,7 @@ Kind = Literal["raised", "died", "stalled", "ended"]
 
 SHOWN_STACK_LINES = 40
 SHOWN_OUTPUT_LINES = 20
+SHOWN_CHARACTERS = 400
 
 # Messages of a collective whose peer left or never arrived. Gloo raises a plain RuntimeError.
 PEER_SIGNS = (
@@ -36,6 +37,7 @@ WAITING_FILES = ("/torch/distributed/", "/ddpopt/ranks/exchange.py")
 WATCHDOG_SIGN = "Watchdog caught collective operation timeout"
 THREAD = re.compile(r"^(Thread|Current thread) 0x[0-9a-f]+", re.MULTILINE)
 FRAME = re.compile(r'^  File "(?P<path>[^"]*)", line \d+ in (?P<function>.*)$', re.MULTILINE)
+TRACEBACK = re.compile(r"^Traceback.*\n(?:  .*\n)*(?=\S)", re.MULTILINE)
 
 OUT_OF_MEMORY = "SIGKILL usually means the machine ran out of memory: look for 'Killed process' in dmesg."
 COMPARE = "Compare the collectives in the stacks: every rank must enter the same ones in the same order."
@@ -79,6 +81,11 @@ class RankFailure:
             "stalled": "exceeded its time limit",
             "ended": "was terminated while its peers waited",
         }[self.kind]
+
+    @property
+    def error(self) -> str:
+        """The type and message of the exception that was raised."""
+        return " ".join(TRACEBACK.split(self.stack)[-1].split())[:SHOWN_CHARACTERS]
 
     @property
     def waits_for_peers(self) -> bool:
@@ -167,7 +174,8 @@ def _accounts(failures: Sequence[RankFailure]) -> list[str]:
     for failure in failures:
         stack = _quote(THREAD.sub("Thread", failure.stack), SHOWN_STACK_LINES)
         evidence = stack + _quote(failure.output, SHOWN_OUTPUT_LINES)
-        ranks.setdefault(f"{failure.how} in {failure.what!r}{evidence}", []).append(failure)
+        error = f": {failure.error}" if failure.kind == "raised" else ""
+        ranks.setdefault(f"{failure.how} in {failure.what!r}{error}{evidence}", []).append(failure)
     return [f"{_ranks(group)} {account}" for account, group in ranks.items()]
 
 

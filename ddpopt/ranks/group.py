@@ -19,6 +19,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import cloudpickle
 import torch
@@ -196,6 +197,20 @@ def grouped(
         if dist.is_initialized():
             with ranks.limited(LEAVING_LIMIT_S, "leaving the process group"):
                 dist.destroy_process_group()
+
+
+def new_group(limit_s: float) -> dist.ProcessGroup:
+    """Make a process group of all ranks; each rank must call it.
+
+    A rank that needs no peer may leave its group while a peer still connects to it. Gloo takes that for a
+    crash (once in a thousand groups), so torch waits here until all have connected.
+
+    Args:
+        limit_s: limit of each collective.
+    """
+    with patch.dict(os.environ, TORCH_DIST_INIT_BARRIER="1"):
+        group: dist.ProcessGroup = dist.new_group(timeout=timedelta(seconds=limit_s))
+    return group
 
 
 @contextmanager

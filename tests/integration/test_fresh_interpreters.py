@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import ddpopt
 
 ROOT = Path(__file__).parents[2]
@@ -20,10 +22,16 @@ for module in {WITHOUT_TORCH}:
     print(module, len(names), "torch" in sys.modules)
 """
 STACK = """
+import atexit, os
 import torch
 from torch import nn
 
+print("imported", flush=True)
+if __name__ == "test":
+    atexit.register(print, "left")
+
 def make():
+    os.system("echo called")
     return nn.Sequential(*(nn.Linear(128, 128) for _ in range(3))), torch.ones(4, 128)
 """
 
@@ -39,11 +47,31 @@ def test_another_process_finds_the_target_in_its_directory_and_makes_the_same_pl
         done = subprocess.run(
             command, cwd=tmp_path, env=other_order, capture_output=True, text=True, check=False, timeout=120
         )
-        assert (done.returncode, done.stderr) == (0, "")
+        # once each, and not on stdout
+        assert (done.returncode, done.stderr.split()) == (0, ["imported", "called", "left"])
     made: dict[str, Any] = {}
     exec(STACK, made)
     plan = ddpopt.plan(*made["make"](), bucket_cap_mb=0.05)
     assert json.loads(done.stdout)["plan"]["fingerprint"] == plan.fingerprint
+
+
+def test_a_result_that_stdout_does_not_take_is_written_all_the_same_and_the_reason_is_told(
+    tmp_path: Path,
+) -> None:
+    command = f"{sys.executable} -m ddpopt cases --json cases.json > /dev/full"
+    done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, check=False)
+    told = "ddpopt: error: cannot write to stdout: No space left on device\n"
+    assert (done.returncode, done.stderr) == (2, told)
+    assert "gpt" in json.loads((tmp_path / "cases.json").read_text())
+
+
+@pytest.mark.nightly
+def test_commands_that_start_together_do_not_disturb_each_other(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(STACK)
+    command = [sys.executable, "-m", "ddpopt", *["verify", "mine:make", "--steps", "1", "--backend", "eager"]]
+    starts = [subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) for _ in range(6)]
+    told = [each.communicate(timeout=500)[0] for each in starts]
+    assert [each.returncode for each in starts] == [0] * 6, told
 
 
 def test_pytests_plugin_and_the_reports_import_no_torch() -> None:

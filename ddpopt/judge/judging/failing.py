@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ddpopt.cases.targets import users_line
 from ddpopt.errors import UnsupportedError
 
 LOST = (
@@ -33,7 +34,8 @@ class Failure:
 
     Attributes:
         rank: the rank on which it was raised.
-        text: its type and message, and the innermost informative frame.
+        text: its type and message, the innermost line of the user's code, and the innermost informative
+            frame, which may be torch's.
         refused: whether ddpopt reports that it does not support this.
         lost: whether it only reports that a peer is gone.
     """
@@ -59,7 +61,7 @@ def failure_of(rank: int, error: BaseException) -> Failure:
 
 
 def in_words(error: BaseException) -> str:
-    """An exception's type and message, and the innermost informative frame."""
+    """An exception's type and message, the innermost line of the user's code, and the informative frame."""
     words = " ".join(str(error).split())
     where = ""
     if (frame := _telling(traceback.extract_tb(error.__traceback__))) is not None:
@@ -67,7 +69,7 @@ def in_words(error: BaseException) -> str:
         if frame.filename.startswith("<"):  # fx: '<eval_with_key>.3 from /path/proxy_tensor.py:9 in wrapped'
             file = frame.filename.partition(" from ")[0]
         where = f" ({file}:{frame.lineno} in {frame.name})"
-    return f"{type(error).__name__}: {words[:SHOWN_CHARACTERS]}{where}"
+    return f"{type(error).__name__}: {words[:SHOWN_CHARACTERS]}{users_line(error)}{where}"
 
 
 def _telling(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary | None:

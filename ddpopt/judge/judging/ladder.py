@@ -34,6 +34,7 @@ from ddpopt.judge.judging.reference import Reference
 from ddpopt.judge.modes import Mode
 from ddpopt.judge.trainer import updated
 from ddpopt.judge.verdict import Finding, Measured
+from ddpopt.judge.visible import GRADIENT_OF, KEPT
 
 OTHER_BUFFERS = "compared only on the first rank, because this model has buffers that only DDP broadcasts"
 NOT_REPRODUCED = (
@@ -289,11 +290,27 @@ def remarks(sheets: Sequence[Sheet]) -> tuple[str, ...]:
     return (*notes, *(f"{remark}: {', '.join(of)}" for remark, of in names.items()))
 
 
-def findings(sheets: Sequence[Sheet], judged: Sequence[Judged]) -> tuple[Finding, ...]:
-    """Everything that is wrong; equal findings of several ranks appear once."""
+def findings(sheets: Sequence[Sheet], judged: Sequence[Judged], ready: Sequence[str]) -> tuple[Finding, ...]:
+    """Everything that is wrong; equal findings of several ranks appear once.
+
+    What is nearest to the fault comes first: what concerns the run, the forward, then gradients in the order
+    in which backward completes them, then what follows from them.
+
+    Args:
+        sheets: of all ranks.
+        judged: the comparisons.
+        ready: names of the parameters in ready order.
+    """
     said = [finding for sheet in sheets for finding in sheet.findings]
     said += [item.finding() for item in judged if not item.right]
     seen: dict[tuple[str, str, str], Finding] = {}
     for finding in said:
         seen.setdefault((finding.level, finding.claim, finding.message), finding)
-    return tuple(seen.values())
+    places = {name: place for place, name in enumerate(ready)}
+
+    def distance(finding: Finding) -> tuple[int, int]:
+        name = finding.parameter or ""
+        late = name.startswith((PARAMETER, FINAL, SEEN + GRADIENT_OF, SEEN + KEPT))
+        return 2 * late + (name in places), places.get(plain(name), len(places))
+
+    return tuple(sorted(seen.values(), key=distance))

@@ -9,13 +9,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import os
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -37,10 +34,10 @@ from ddpopt.judge.judging.rounding import (
 )
 from ddpopt.judge.judging.structure import Peer, peer_of
 from ddpopt.judge.modes import LOCAL, Mode, mode
-from ddpopt.judge.option_cases import in_dtype
+from ddpopt.judge.option_cases import in_dtype, trainable
 from ddpopt.judge.parallel import Gradients, Named
 from ddpopt.judge.trainer import Course, Option, Place, Trainer, train, updated
-from ddpopt.ranks.group import Ranks
+from ddpopt.ranks.group import Ranks, new_group
 
 COLLECTIVE_LIMIT_S = 20.0
 """For small models. Otherwise a rank may have to wait as long as a peer compiles."""
@@ -87,7 +84,7 @@ class Bench:
         self.subject = subject
         self.ranks = ranks
         self.collective_limit_s = collective_limit_s
-        self.calm = self._new_group(max(collective_limit_s, CALM_LIMIT_S))
+        self.calm = new_group(max(collective_limit_s, CALM_LIMIT_S))
         self.failures: list[Failure] = []
         self.unevaluated = ""
 
@@ -119,7 +116,7 @@ class Bench:
         # Compiled code may leave gradients disabled; that must not affect later runs.
         with warnings.catch_warnings(), torch.enable_grad():
             warnings.simplefilter("ignore")
-            group = self._new_group(self.collective_limit_s)
+            group = new_group(self.collective_limit_s)
             try:
                 course = replace(course, case=subject.option.grouped(course.case, group))
                 record = train(course, how, Place(self.ranks.rank, self.ranks.size, group, subject.device))
@@ -175,14 +172,6 @@ class Bench:
             found[name] = Sum(total, magnitude, self.ranks.size, terms)
         return found
 
-    def _new_group(self, limit_s: float) -> dist.ProcessGroup:
-        limit = timedelta(seconds=limit_s)
-        # A rank that needs no peer may leave its group while a peer still connects to it. Gloo takes that for
-        # a crash (once in a thousand groups), so torch waits here until all have connected.
-        with patch.dict(os.environ, TORCH_DIST_INIT_BARRIER="1"):
-            group: dist.ProcessGroup = dist.new_group(timeout=limit)
-        return group
-
 
 class SeenBuffers:
     """The buffers that each forward of a run saw, so that a run of the model alone can use the same ones.
@@ -227,6 +216,8 @@ class Reference:
         sums: for each step, the contributions of the ranks to each gradient; empty if the reduced gradient is
             not the mean of what the model alone computes, or if the model alone fails.
         alone: the model's own run on this rank, from the states of the eager run.
+        ready: names of the parameters, in the order in which a backward of the model alone completes their
+            gradients; in reverse order of registration if it was not run.
     """
 
     def __init__(self, bench: Bench, eager: Record, again: Record) -> None:
@@ -236,6 +227,7 @@ class Reference:
         self.unstable = frozenset[str]().union(*bench.ranks.gather(_changed(eager, again)))
         self.written = frozenset[str]().union(*bench.ranks.gather(_written(eager)))
         self.alone: Record | None = None
+        self.ready = list(eager.steps[0].gradients)[::-1] if eager.steps else []
         self.sums: list[dict[str, Sum]] = []
         self.eager_peers = bench.peers(eager)
 
@@ -253,10 +245,18 @@ class Reference:
         again = bench.run(mode("eager"), None, follow=eager.starts)
         if again is None:
             return None
-        made = cls(bench, eager, again)
+        made, ready = cls(bench, eager, again), dict[str, None]()
+
+        def prepare(trainer: Trainer) -> None:
+            buffers.show(trainer)
+            parameter: Any  # torch does not type the method
+            for name, parameter in trainable(trainer.parallel.model):
+                parameter.register_post_accumulate_grad_hook(lambda _, name=name: ready.setdefault(name))
+
         if bench.subject.option.local:
-            made.alone = bench.run(LOCAL, None, follow=eager.starts, tamper=buffers.show)
+            made.alone = bench.run(LOCAL, None, follow=eager.starts, tamper=prepare)
         if made.alone is not None:
+            made.ready = [*(ready | dict.fromkeys(made.ready))]
             made.sums = [bench.sums(step.gradients, step.state) for step in made.alone.steps]
         return made
 

@@ -136,7 +136,7 @@ def ladder(backend: str) -> tuple[str, ...]:
 def stages_of(question: Question, ranks: int) -> Iterator[Stage]:
     """The stages to try on a number of ranks, from the lowest upwards."""
     backends = ladder(question.backend) if question.backend else ()
-    modes = [LOCAL.name] if ranks == 1 else []
+    modes = [LOCAL.name] if ranks == 1 and question.backend else []
     if question.backend and mode(question.mode).observable and question.mode != "whole":
         modes.append("whole")
     for name in [*modes, question.mode]:
@@ -201,18 +201,14 @@ class Known:
         how = f"rank {first.rank} {first.kind}{f' of {end}' if first.kind == 'died' else ''}"
         if tried is None or first.kind == "stalled":
             during = f" while {tried.stage.name} was being tried" if tried else ""
-            why = f": {_last_line(first.stack)}" if first.kind == "raised" else ""
+            why = f": {first.error}" if first.kind == "raised" else ""
             self.notes.append(f"the search ended early{during}: {how}{why}")
             return False
         symptom = Symptom("died", end)
         if first.kind == "raised":
-            symptom = Symptom("run", _last_line(first.stack).partition(":")[0])
+            symptom = Symptom("run", first.error.partition(":")[0].rpartition(".")[2])
         if tried.exact is None:
             self.rungs.append(Rung(tried.stage.name, agrees=False, detail=how))
             self.stage, self.symptom = tried.stage, symptom
         self.symptoms[replace(tried, exact=bool(tried.exact))] = symptom
         return True
-
-
-def _last_line(text: str) -> str:
-    return text.strip().rpartition("\n")[2]

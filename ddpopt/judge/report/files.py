@@ -1,7 +1,8 @@
 """Write reports to the terminal, and to files by their suffix. A status line shows progress before that.
 
-Invariant: every file is known to be writable before anything runs; no text can end its own block in a
-Markdown page, and such a page stays far below GitHub's limit of 1 MiB.
+Invariant: every file is known to be writable before anything runs, and one that cannot be written after all
+keeps nothing else from being written; stdout has only results; no text can end its own block in a Markdown
+page, and such a page stays far below GitHub's limit of 1 MiB.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ import html
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
+from typing import TextIO
 
 from rich.console import Console
 from rich.markup import escape
@@ -20,6 +23,8 @@ from ddpopt.errors import UsageError
 from ddpopt.judge.verdict import Verdict
 
 STDOUT = "-"
+RESULTS: ContextVar[TextIO] = ContextVar("RESULTS", default=sys.stdout)
+"""Where `show` prints."""
 SUFFIXES = (".xml", ".html", ".md")
 SUMMARY = "GITHUB_STEP_SUMMARY"
 """The variable that GitHub Actions sets to the file of a step's summary; the file has no suffix."""
@@ -29,12 +34,13 @@ AT_MOST = 2**18
 """Characters of the text that are shown."""
 
 
-def require_writable(json: str | None, reports: Sequence[str] = ()) -> None:
+def require_writable(json: str | None, reports: Sequence[str] = (), baseline: str | None = None) -> None:
     """Check that files can be written, before minutes of work and not after.
 
     Args:
         json: the file for JSON; None for none.
         reports: the files for reports.
+        baseline: a baseline to write, whose folder will be made; None for none.
 
     Raises:
         UsageError: a file cannot be written, or its suffix is not that of a report.
@@ -47,9 +53,12 @@ def require_writable(json: str | None, reports: Sequence[str] = ()) -> None:
             )
     options = [("--report", file) for file in reports]
     options += [("--json", json)] if json is not None and json != STDOUT else []
+    options += [("--baseline", baseline)] if baseline is not None else []
     for option, file in options:
-        folder = Path(file).absolute().parent
-        if not folder.is_dir() or not os.access(folder, os.W_OK) or Path(file).is_dir():
+        parents = Path(file).absolute().parents
+        folder = next(path for path in parents if path.exists() or option != "--baseline")
+        locked = not all(os.access(path, os.W_OK) for path in (folder, file) if Path(path).exists())
+        if not folder.is_dir() or locked or Path(file).is_dir():
             raise UsageError(f"{option}: cannot write {file!r}; name a file in a writable folder")
 
 
@@ -70,32 +79,71 @@ def status_line(first: str) -> Iterator[Callable[[str], None]]:
         yield lambda line: status.update(escape(line))
 
 
-def show(text: str, data: str, json: str | None) -> None:
-    """Print a result, and write it as JSON.
+def show(text: str, data: str, json: str | None, others: Sequence[Callable[[], None]] = ()) -> None:
+    """Print a result, and write it as JSON and in other forms.
 
     Args:
         text: the result for people.
         data: the same as JSON.
         json: file for `data`; ``-`` for stdout, instead of the text; None for none.
+        others: each writes another form.
+
+    Raises:
+        UsageError: something could not be written; everything else is.
     """
-    if json is not None and json != STDOUT:
-        Path(json).write_text(f"{data}\n", encoding="utf-8")
-    sys.stdout.write(f"{data if json == STDOUT else text}\n")
+    with ExitStack() as outputs:  # calls all of them, the last one first
+        for other in others:
+            outputs.callback(other)
+        if json is not None and json != STDOUT:
+            outputs.callback(write, "--json", json, f"{data}\n")
+        outputs.callback(_print, f"{data if json == STDOUT else text}\n")
 
 
-def write_reports(files: Sequence[str], verdict: Verdict, headline: str, text: str) -> None:
-    """Write the requested reports.
+def _print(text: str) -> None:
+    out = RESULTS.get()
+    try:
+        out.write(text)
+        out.flush()
+    except OSError as error:
+        with suppress(OSError):
+            out.close()  # or the end of the process would try again
+        raise UsageError(f"cannot write to stdout: {error.strerror}") from error
+
+
+def write(option: str, file: str | Path, text: str, mode: str = "w") -> None:
+    """Write a file, in a folder that is made if there is none.
 
     Args:
-        files: the files to write. The report is appended to the file that GitHub sets for a step's summary.
+        option: the option that named it, for the error.
+        file: the file.
+        text: the text, written as UTF-8.
+        mode: as for `open`.
+
+    Raises:
+        UsageError: it cannot be written; the message has the file and the reason.
+    """
+    try:
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
+        with Path(file).open(mode, encoding="utf-8") as out:
+            out.write(text)
+    except OSError as error:
+        raise UsageError(f"{option}: cannot write {str(file)!r}: {error.strerror}; name another") from error
+
+
+def write_report(file: str, verdict: Verdict, headline: str, text: str) -> None:
+    """Write a report.
+
+    Args:
+        file: the file to write. The report is appended to the file that GitHub sets for a step's summary.
         verdict: what was found.
         headline: the same in one line.
         text: the same for people.
+
+    Raises:
+        UsageError: it cannot be written.
     """
-    for file in files:
-        page = _page(_suffix(file), verdict, headline, text)
-        with Path(file).open("a" if file == os.environ.get(SUMMARY) else "w", encoding="utf-8") as out:
-            out.write(f"{page}\n")
+    page = _page(_suffix(file), verdict, headline, text)
+    write("--report", file, f"{page}\n", "a" if file == os.environ.get(SUMMARY) else "w")
 
 
 def _page(suffix: str, verdict: Verdict, headline: str, text: str) -> str:

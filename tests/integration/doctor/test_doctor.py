@@ -236,12 +236,14 @@ def test_the_process_group_of_the_caller_is_used_and_kept(one_rank_group: None) 
 
 def test_a_model_that_fails_in_eager_is_not_judged() -> None:
     failing = case_of(Healthy, lambda rank, step: ((torch.ones(4, 7),), {}))
+    said, _, where = refusal(lambda: diagnose(failing), NotJudgedError).partition(f" ({__file__}:")
     assert_expected_inline(
-        refusal(lambda: diagnose(failing), NotJudgedError),
+        said,
         """\
 Healthy: expected the model to run in eager, without DDP, but with the inputs of rank 0, step 0 it failed \
-with RuntimeError: mat1 and mat2 shapes cannot be multiplied (4x7 and 8x8); fix that step first""",
+with RuntimeError: mat1 and mat2 shapes cannot be multiplied (4x7 and 8x8)""",
     )
+    assert where.endswith(" in forward); fix that step first")
 
 
 # ------------------------------------------------------------------------------------------- the command

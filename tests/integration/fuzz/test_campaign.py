@@ -67,9 +67,9 @@ def run(
     plan: CampaignPlan = PLAN,
     tell: Callable[[tuple[FoundCase, ...]], None] = lambda _: None,
 ) -> list[Entry]:
-    with Journal(folder, plan) as journal:
-        Campaign(journal, plan, Budget(examples=examples), tell).run()
-        return sorted(journal.entries, key=lambda entry: entry.place)
+    journal = Journal(folder, plan)
+    Campaign(journal, plan, Budget(examples=examples), tell).run()
+    return sorted(journal.entries, key=lambda entry: entry.place)
 
 
 def essence(entries: list[Entry]) -> list[tuple[object, ...]]:
@@ -129,8 +129,7 @@ def test_a_failure_is_kept_once_and_counted_each_time(tmp_path: Path) -> None:
 
 
 def test_a_campaign_ends_when_its_time_is_up(tmp_path: Path) -> None:
-    with Journal(tmp_path, PLAN) as journal:
-        assert Campaign(journal, PLAN, Budget(seconds=0)).run().models == 0
+    assert Campaign(Journal(tmp_path, PLAN), PLAN, Budget(seconds=0)).run().models == 0
 
 
 def test_a_summary_counts_modes_features_and_failures(tmp_path: Path) -> None:

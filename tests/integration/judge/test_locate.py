@@ -65,14 +65,14 @@ def test_a_backend_that_takes_its_ranks_down_is_located_as_any_other(
 
 STAGE = Stage("local", "mine")
 RUNG = Rung("mine, no DDP", agrees=False)
-RAISED = RankFailure(0, "raised", "a task", 1, stack="Traceback\nKeyError: 'x'")
+RAISED = RankFailure(0, "raised", "a task", 1, stack="Traceback\n  in f\na.KeyError: 'x'\n\nSee the docs.")
 STALLED = RankFailure(0, "stalled", "a task", -9, "SIGKILL")
 
 
 @pytest.mark.parametrize(
     ("trying", "failure", "note"),
     [
-        (None, RAISED, "the search ended early: rank 0 raised: KeyError: 'x'"),
+        (None, RAISED, "the search ended early: rank 0 raised: a.KeyError: 'x' See the docs."),
         (Try(STAGE), STALLED, "the search ended early while mine, no DDP was being tried: rank 0 stalled"),
     ],
 )
@@ -82,6 +82,9 @@ def test_ranks_that_fail_between_two_tries_or_stall_end_the_search_with_a_note(
     known = Known(trying=trying)
     assert not known.survive(failure)
     assert known.notes == [note]
+    known.trying = Try(STAGE)
+    assert known.survive(RAISED)
+    assert known.symptom == Symptom("run", "KeyError")
 
 
 def test_a_script_that_cannot_be_written_is_a_note_with_the_layer(

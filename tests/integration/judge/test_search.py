@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -116,6 +117,8 @@ def test_the_model_alone_comes_first_and_the_mode_on_trial_last() -> None:
         "eager, torch on 1 rank", "aot_eager, torch on 1 rank",
     ]  # fmt: skip
     assert next(stages_of(question, 2)) == Stage("whole", "eager", 2)
+    # a mode that compiles nothing has no backend to run the model alone with
+    assert [*stages_of(replace(question, mode="eager", backend=""), 1)] == [Stage("eager", "", 1)]
 
 
 @pytest.mark.parametrize(

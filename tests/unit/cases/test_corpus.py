@@ -1,5 +1,6 @@
 """Cases, and the targets that name them."""
 
+import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -101,15 +102,7 @@ def test_a_case_and_what_leads_to_a_case_resolve_to_it() -> None:
     assert resolve(gpt) is gpt
     assert resolve(whole_case).name == "gpt"
     assert resolve("gpt").name == "gpt"
-
-
-def test_a_target_is_named_as_it_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = "import torch\ndef make():\n    return torch.nn.Linear(2, 2), torch.ones(1, 2)\n"
-    (tmp_path / "models_of_mine.py").write_text(source)
-    monkeypatch.syspath_prepend(tmp_path)
-    case = resolve("models_of_mine:make")
-    assert case.name == "models_of_mine:make"
-    assert case.about == "made by models_of_mine:make"
+    assert (resolve(f"{HERE}:pair").name, resolve(pair).name) == (f"{HERE}:pair", f"{HERE}:pair")
 
 
 def returns_swapped() -> tuple[Tensor, nn.Module]:
@@ -124,9 +117,9 @@ def leaves() -> Any:
     sys.exit(0)
 
 
-def line_of(function: Any) -> int:
-    line: int = function.__code__.co_firstlineno
-    return line
+def line_of(function: Any) -> str:
+    code = inspect.getsourcelines(function)[0][1].strip()
+    return f"({__file__}:{function.__code__.co_firstlineno + 1} in {function.__name__}: {code})"
 
 
 MODEL_LEAVES = Case("leaving", leaves, lambda rank, step: ((), {}), "its model ends the process")
@@ -146,11 +139,11 @@ RETURNS = "expected it to return (model, inputs), (model, args, kwargs) or a ddp
             "give 'package.module:name', or the name of a case ('ddpopt cases' lists them)",
         ),
         (returns_swapped, f"{RETURNS}, got (Tensor, Linear)"),
-        (raises, f"{CALLED}ValueError: no such size: 0 ({__file__}:{line_of(raises) + 1})"),
-        (leaves, f"{CALLED}SystemExit: 0 ({__file__}:{line_of(leaves) + 1})"),
+        (raises, f"{CALLED}ValueError: no such size: 0 {line_of(raises)}"),
+        (leaves, f"{CALLED}SystemExit: 0 {line_of(leaves)}"),
         (
             f"{HERE}:MODEL_LEAVES",
-            f"making its model failed: SystemExit: 0 ({__file__}:{line_of(leaves) + 1})",
+            f"making its model failed: SystemExit: 0 {line_of(leaves)}",
         ),
         ("no_such_package.models:make", f"there is no module 'no_such_package'; {INSTALL}"),
         (f"{HERE}:singl", f"module {HERE!r} has no attribute 'singl'; did you mean 'single'?"),
@@ -183,7 +176,7 @@ def test_a_module_that_fails_to_import_is_distinguished_from_a_missing_one(
     with pytest.raises(UsageError) as caught:
         resolve("broken_models:make")
     failed = f"target 'broken_models:make': importing 'broken_models' failed: {message}"
-    assert str(caught.value) == f"{failed} ({tmp_path / 'broken_models.py'}:1)"
+    assert str(caught.value) == f"{failed} ({tmp_path / 'broken_models.py'}:1 in <module>: {source})"
     assert caught.value.__cause__ is not None
 
 

@@ -1,6 +1,5 @@
 """``ddpopt verify`` and ``matrix``: what they ask for, what they refuse, and which process writes reports."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from ddpopt.judge.options import OPTIONS
 from ddpopt.judge.runner import is_first
 from ddpopt.judge.trials import Request, Settings
 from ddpopt.judge.verdict import Location, Verdict
-from tests.commands import run
+from tests.commands import run, run_where_no_file_can_be_written
 from tests.unit.verdicts import verdict, wrong_trial
 
 
@@ -78,7 +77,7 @@ def test_the_matrix_asks_for_every_mode_under_every_option_on_six_cases(requeste
     assert sum(len(one.modes) for one in found) == len(MODES) * len(OPTIONS) * len(CASES)
 
 
-def test_a_search_that_fails_leaves_every_report_with_a_note_why(
+def test_neither_a_search_that_fails_nor_a_full_device_costs_the_verdict(
     requested: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(*_: object, **__: object) -> None:
@@ -90,7 +89,12 @@ def test_a_search_that_fails_leaves_every_report_with_a_note_why(
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(summary))
     reports = [tmp_path / "v.xml", tmp_path / "v.html", tmp_path / "v.md", summary]
     words = [word for file in reports for word in ("--report", str(file))]
-    result = run("verify", "tied", "--json", str(tmp_path / "v.json"), *words)
+    words += ["--json", str(tmp_path / "v.json")]
+    full = run_where_no_file_can_be_written("verify", "tied", *words)
+    assert (full.exit_code, "none was found: the search failed" in full.stdout) == (2, True)
+    assert f"error: --report: cannot write '{reports[0]}': File too large; name another" in full.stderr
+    assert all(file.exists() for file in reports)  # each was tried
+    result = run("verify", "tied", *words)
     assert result.exit_code == 1, result.output
     location = Location((), "none was found: the search failed", note="no rank could be started")
     assert (tmp_path / "v.json").read_text() == f"{replace(WRONG, location=location).to_json()}\n"
@@ -99,9 +103,3 @@ def test_a_search_that_fails_leaves_every_report_with_a_note_why(
     assert "WRONG: pkg.module:model on 2 ranks" in reports[2].read_text()
     assert summary.read_text() == f"before\n{reports[2].read_text()}"
     assert "no rank could be started" in " ".join(result.stdout.split())
-
-
-def test_json_on_stdout_is_json_alone(requested: list[Any]) -> None:
-    result = run("verify", "tied", "--no-locate", "--json", "-")
-    assert result.stdout == f"{WRONG.to_json()}\n"
-    assert json.loads(result.stdout)["right"] is False

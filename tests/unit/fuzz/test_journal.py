@@ -19,26 +19,30 @@ def entry(place: int) -> Entry:
 
 
 def test_an_entry_is_on_disk_as_soon_as_it_is_added(tmp_path: Path) -> None:
-    with Journal(tmp_path, THE_PLAN) as journal:
-        journal.add(entry(0))
-        assert (tmp_path / LINES).read_text() == f"{entry(0).to_line()}\n"
+    journal = Journal(tmp_path, THE_PLAN)
+    journal.add(entry(0))
+    assert (tmp_path / LINES).read_text() == f"{entry(0).to_line()}\n"
+    (tmp_path / LINES).unlink()
+    (tmp_path / LINES).symlink_to("/dev/full")
+    with pytest.raises(UsageError, match=r"^--out: cannot write '.*journal\.jsonl': No space left on device"):
+        journal.add(entry(1))
+    assert journal.entries == [entry(0)]
 
 
 @pytest.mark.parametrize("kept", [0, 2])
 def test_a_last_line_that_was_cut_short_is_as_if_it_were_not_there(kept: int, tmp_path: Path) -> None:
     lines = [f"{entry(place).to_line()}\n" for place in range(kept)]
-    Journal(tmp_path, THE_PLAN).__exit__()
+    Journal(tmp_path, THE_PLAN)
     (tmp_path / LINES).write_text("".join(lines) + entry(kept).to_line()[:-9])
-    with Journal(tmp_path, THE_PLAN) as journal:
-        assert journal.entries == [entry(place) for place in range(kept)]
-        journal.add(entry(kept))
-    with Journal(tmp_path, THE_PLAN) as journal:
-        assert [each.place for each in journal.entries] == list(range(kept + 1))
+    journal = Journal(tmp_path, THE_PLAN)
+    assert journal.entries == [entry(place) for place in range(kept)]
+    journal.add(entry(kept))
+    assert [each.place for each in Journal(tmp_path, THE_PLAN).entries] == list(range(kept + 1))
 
 
 @pytest.mark.parametrize("damaged", ["", "{", "[]", '{"place": 0}', "words"])
 def test_a_line_that_no_campaign_wrote_is_named(damaged: str, tmp_path: Path) -> None:
-    Journal(tmp_path, THE_PLAN).__exit__()
+    Journal(tmp_path, THE_PLAN)
     (tmp_path / LINES).write_text(f"{entry(0).to_line()}\n{damaged}\n{entry(1).to_line()}\n")
     with pytest.raises(UsageError, match=r"line 2 of .*journal\.jsonl' was not written by a campaign"):
         Journal(tmp_path, THE_PLAN)

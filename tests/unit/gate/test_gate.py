@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ddpopt.gate.baseline import Baseline, Figures, Measuring, read, release_of, write
-from tests.commands import run
+from tests.commands import run, run_where_no_file_can_be_written
 from tests.unit.gate_figures import CASE, FIGURES, with_mode
 
 HERE = release_of(torch.__version__)
@@ -94,10 +94,16 @@ def test_no_baseline_is_made_of_a_run_that_is_wrong_or_of_nothing(
     assert not new.exists()
 
 
-def test_a_new_baseline_keeps_what_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "b.json"
+def test_a_new_baseline_keeps_what_was_asked_for_and_its_folder_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "ci" / "gate" / "b.json"
     asked = measuring(monkeypatch, FIGURES)
     words = "gpt tied --update --mode ddpopt-split --backend eager --nproc 3 --steps 4 --baseline"
+    result = run_where_no_file_can_be_written("gate", *words.split(), str(file))
+    assert (result.exit_code, "2 cases against" in result.stdout) == (2, True)
+    assert f"--baseline: cannot write {str(file)!r}: File too large; name another" in result.stderr
+    file.unlink()
     assert run("gate", *words.split(), str(file)).exit_code == 0
     settings = Measuring(("gpt", "tied"), ("ddpopt-split",), "eager", nproc=3, steps=4)
     assert kept(file).settings == asked[0][0] == settings

@@ -1,6 +1,6 @@
 """ddpopt.judge.judging.failing: what ranks say of a failure, and whether time alone is to blame."""
 
-from pathlib import Path
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,7 +41,14 @@ def test_an_operator_that_refuses_is_identified_by_its_caller() -> None:
     words = in_words(caught.value)
     assert words.startswith("RuntimeError: view_as_real doesn't work on unresolved conjugated tensors.")
     assert words.endswith("in test_an_operator_that_refuses_is_identified_by_its_caller)")
-    assert Path(__file__).name in words
+
+
+def test_a_failure_names_the_users_line_and_torchs_own() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.nn.Linear(2, 2)(torch.ones(3))
+    code = r"torch.nn.Linear\(2, 2\)\(torch.ones\(3\)\)"
+    where = rf" \({__file__}:\d+ in test_\w+: {code}\) \(linear\.py:\d+ in forward\)$"
+    assert re.search(where, in_words(caught.value))
 
 
 @pytest.mark.parametrize(

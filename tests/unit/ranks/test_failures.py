@@ -116,7 +116,9 @@ def test_each_kind_of_failure_has_its_words_and_its_next_step(
 
 
 def test_long_stacks_and_outputs_are_cut_to_their_ends() -> None:
-    long = replace(raised, stack="frame\n" * 50 + "the error\n", output="line\n" * 30 + "the end\n")
+    stack = "Traceback (most recent call last):\n" + "  frame\n" * 50 + "KeyError: no\n  key\nSee the docs.\n"
+    long = replace(raised, stack=stack, output="line\n" * 30 + "the end\n")
     _, how, *lines = str(RanksFailed([long], size=1)).splitlines()
-    assert how == "rank 0 raised an exception in 'step 2'"
-    assert lines == [*["    frame"] * 39, "    the error", *["    line"] * 19, "    the end"]
+    assert how == "rank 0 raised an exception in 'step 2': KeyError: no key See the docs."
+    assert lines[:40] == [*["      frame"] * 37, "    KeyError: no", "      key", "    See the docs."]
+    assert lines[40:] == [*["    line"] * 19, "    the end"]
