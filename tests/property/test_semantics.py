@@ -10,11 +10,11 @@ from hypothesis import event, example, given
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
-from ddpopt.ddp.reducer_buckets import running_buckets
 from ddpopt.fuzz.cases import read_model
 from ddpopt.fuzz.questions import Answer, Outcome, Setting
 from ddpopt.judge.judging.reference import Bench
 from ddpopt.judge.modes import Mode
+from ddpopt.observation.reducer_buckets import running_buckets
 from ddpopt.planning.bucket_rule import initial_buckets, rebuilt_buckets, specs_from_ddp
 from ddpopt.planning.limits import BucketConfig
 from ddpopt.planning.plan import Plan
