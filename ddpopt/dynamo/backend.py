@@ -8,6 +8,7 @@ follow a plan) is compiled whole, and the reason is logged once at INFO.
 import functools
 import logging
 import re
+import sys
 import traceback
 import weakref
 from collections.abc import Callable, Sequence
@@ -184,7 +185,7 @@ def find_compiler(compiler: str | CompilerFn) -> CompilerFn:
         try:
             compiler = lookup_backend(compiler)
         except Exception as error:
-            known = torch.compiler.list_backends(exclude_tags=())
+            known = [name for name in torch.compiler.list_backends(()) if not name.startswith("ddpopt")]
             raise UsageError(
                 f"backend: expected the name of a Dynamo backend, got {given!r}; known backends: "
                 f"{', '.join(known)}{did_you_mean(str(given), known)}"
@@ -239,7 +240,9 @@ def _shares_parameters(ddp: DDP) -> bool:
     A gradient handed over to one of them would be averaged before the other has seen it.
     """
     others = [module for module in ddp.module.modules() if isinstance(module, DDP)]
-    frames = (frame for frame, _ in traceback.walk_stack(None) if frame.f_code is DDP.forward.__code__)
+    frames = (
+        frame for frame, _ in traceback.walk_stack(sys._getframe()) if frame.f_code is DDP.forward.__code__
+    )
     others += [module for frame in frames if (module := frame.f_locals["self"]) is not ddp]
     try:
         own = {id(parameter) for parameter in held_parameters(ddp)} if others else set()

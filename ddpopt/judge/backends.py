@@ -28,8 +28,7 @@ def backend_of(name: str) -> Any:
     """
     if name.partition("-")[0] == "ddpopt":
         raise UsageError(
-            f"--backend: expected the backend that each mode uses, got {name!r}, which is ddpopt itself; "
-            "choose it with --mode"
+            f"--backend: expected the backend under a mode, got {name!r}, which is ddpopt: that is a --mode; {HELP}"
         )
     if ":" not in name:
         return name
