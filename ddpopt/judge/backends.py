@@ -28,7 +28,8 @@ def backend_of(name: str) -> Any:
     """
     if name.partition("-")[0] == "ddpopt":
         raise UsageError(
-            f"--backend: expected the backend under a mode, got {name!r}, which is ddpopt: that is a --mode; {HELP}"
+            f"--backend: expected the backend under a mode, got {name!r}, which is ddpopt: that is a --mode; "
+            f"{HELP}"
         )
     if ":" not in name:
         return name
