@@ -21,7 +21,7 @@ from benchmarks.devices import CPU, CUDA, device_of, elapsed, elapsed_together, 
 from benchmarks.step_modes import EAGER, MODES, TORCH, WHOLE, Mode
 from benchmarks.step_trace import Trace, exposed_share, record
 from benchmarks.step_workloads import WORKLOADS
-from ddpopt.ddp.reducer_buckets import running_buckets
+from ddpopt.observation.reducer_buckets import running_buckets
 from ddpopt.ranks.group import Ranks
 
 STEPS_TO_COMPILE = 3

@@ -8,32 +8,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ddpopt.ddp.impose import impose
-    from ddpopt.dynamo.api import compile, replacing_ddp_optimizer
-    from ddpopt.dynamo.backend import DdpoptBackend
-    from ddpopt.errors import DdpoptError
-    from ddpopt.explanation.explain import explain
-    from ddpopt.explanation.result import Explanation
-    from ddpopt.judge.runner import verify
-    from ddpopt.judge.verdict import Verdict
-    from ddpopt.observation.observe import observe
-    from ddpopt.planning.capture import plan
-    from ddpopt.planning.plan import Plan
+    from ddpopt.ddp.impose import impose as impose
+    from ddpopt.dynamo.api import compile as compile
+    from ddpopt.dynamo.api import replacing_ddp_optimizer as replacing_ddp_optimizer
+    from ddpopt.dynamo.backend import DdpoptBackend as DdpoptBackend
+    from ddpopt.errors import DdpoptError as DdpoptError
+    from ddpopt.explanation.explain import explain as explain
+    from ddpopt.explanation.result import Explanation as Explanation
+    from ddpopt.judge.runner import verify as verify
+    from ddpopt.judge.verdict import Verdict as Verdict
+    from ddpopt.observation.observe import observe as observe
+    from ddpopt.planning.capture import plan as plan
+    from ddpopt.planning.plan import Plan as Plan
 
-__all__ = [
-    "DdpoptBackend",
-    "DdpoptError",
-    "Explanation",
-    "Plan",
-    "Verdict",
-    "compile",
-    "explain",
-    "impose",
-    "observe",
-    "plan",
-    "replacing_ddp_optimizer",
-    "verify",
-]
 __version__ = "0.1.0"
 
 _HOMES = {
@@ -50,6 +37,7 @@ _HOMES = {
     "replacing_ddp_optimizer": "dynamo.api",
     "verify": "judge.runner",
 }
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

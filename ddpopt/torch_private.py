@@ -34,6 +34,8 @@ NAMES: Mapping[str, str] = {
     "torch._functorch._aot_autograd.descriptors.PlainAOTInput": EARLY,
     "torch._guards._TLS": "graphs cannot be cut",
     "torch._inductor.ir.FallbackKernel": "inline cannot run on Inductor",
+    "torch._logging.getArtifactLogger": "TORCH_LOGS cannot show plans",
+    "torch._logging.trace_structured": "TORCH_TRACE cannot show plans",
     "torch._subclasses.functional_tensor.FunctionalTensor": EARLY,
     "torch.autograd.graph._engine_run_backward": EARLY,
     "torch.distributed.Reducer._autograd_hook": EARLY,

@@ -32,6 +32,7 @@ from ddpopt.ddp.plan_exchange import exchange_plans, plan_difference, same_bucke
 from ddpopt.ddp.ready_hooks import ready_hooks
 from ddpopt.ddp.reducer import install, outside_dynamo
 from ddpopt.errors import NoAnswerError, UnsupportedError
+from ddpopt.graph.artifacts import show
 from ddpopt.planning.plan import Plan
 from ddpopt.planning.reduced import as_built, running_reducer
 
@@ -170,6 +171,7 @@ class Deferral:
         return ddp.reducer
 
     def _install(self, ddp: Any, plan: Plan, joined: bool) -> None:
+        show("ddpopt_model_plan", plan.__str__, plan.to_json)
         install(ddp, plan)
         if self._noting:  # the noting hooks put users' hooks before the new reducer's
             ready_hooks(ddp).take_over()

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 
-from ddpopt.ddp.reducer_buckets import ObservedBucket
 from ddpopt.errors import VerificationError
 from ddpopt.explanation.tables import Column, mib, names, numbers, paragraph, table
+from ddpopt.observation.reducer_buckets import ObservedBucket
 
 
 class Weight(StrEnum):

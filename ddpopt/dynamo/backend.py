@@ -7,7 +7,9 @@ follow a plan) is compiled whole, and the reason is logged once at INFO.
 
 import functools
 import logging
+import re
 import sys
+import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -22,6 +24,7 @@ from ddpopt.ddp.impose import imposed_plan
 from ddpopt.dynamo import hook
 from ddpopt.dynamo.quiet import compiling, isolated
 from ddpopt.errors import UnsupportedError, UsageError, did_you_mean
+from ddpopt.graph.artifacts import show, show_cut
 from ddpopt.graph.nodes import CompilerFn
 from ddpopt.graph.state import begins_without_grad
 from ddpopt.inline.compile import compile_inline, lendable, together
@@ -36,8 +39,9 @@ from ddpopt.split.segments import compile_segments
 from ddpopt.torch_private import require_supported
 
 Buckets = Literal["plan", "ddp"]
-REPLAYED = "CUDA graphs replay a backward without Python"
 GraphsByModule = weakref.WeakKeyDictionary[DDP, ModelGraphs]
+NAMED = re.compile("ddpopt(?:_(split|inline))?(?:_(aot_eager|eager))?_backend")
+"""Attributes of this module that pyproject.toml registers with Dynamo as ``ddpopt``, ``ddpopt-split``, …"""
 logger = logging.getLogger("ddpopt")
 
 
@@ -72,7 +76,8 @@ class DdpoptBackend:
         self.strategy = strategy
         self.buckets = buckets
         # Dynamo must not cut its graphs a second time, for as long as this backend may be used
-        self.uninstall_hook = weakref.finalize(self, hook.install(_own))
+        remove = hook.install(lambda compiler: compiler if is_ddpopt(compiler) else None)
+        self.uninstall_hook = weakref.finalize(self, remove)
         self.uninstall_hook.atexit = False
         self._graphs = weakref.WeakKeyDictionary() if graphs is None else graphs
 
@@ -84,13 +89,14 @@ class DdpoptBackend:
         ddp = active_module()
         why = _why_left_alone(ddp, gm)
         if ddp is None or why:
-            _say_once(why)
+            _say(why)
             return compiler(gm, example_inputs)
         replayed = _ties_addresses(self.compiler, options)
         with isolated():
             planned = self._plan(ddp, gm, example_inputs, "split" if replayed else self.strategy)
         if planned is None:
             return compiler(gm, example_inputs)
+        show("ddpopt_plan", planned.plan.__str__, planned.plan.to_json)
         if planned.plan.buckets:
             with compiling():
                 inline = planned.inline
@@ -109,7 +115,7 @@ class DdpoptBackend:
                 return plan_for_reducer(ddp, imposed, gm, example_inputs, strategy)
             return self.follow(ddp).add(gm, example_inputs, strategy)
         except UnsupportedError as error:
-            _say_once(f"the reducer cannot follow a plan, so graphs are compiled whole: {error}")
+            _say(f"the reducer cannot follow a plan, so graphs are compiled whole: {error}")
             return None
 
     def _inline(self, planned: Planned, compiler: CompilerFn) -> Callable[..., Any]:
@@ -131,15 +137,17 @@ class DdpoptBackend:
         held = (item for names in planned.facts.sources.values() for item in names.items())
         with isolated():
             stitched = partition(gm, plan)
+            if stitched is not gm:
+                show_cut(stitched)
             certify(gm, stitched, plan, {k: name for k, name in held if name not in planned.completed})
         if stitched is gm:
             single = len(plan.buckets) == 1
             why = "it has a single bucket" if single else "one segment completes all its buckets"
             return _compile_whole(why, planned, compiler)
-        reason = REPLAYED if replayed else planned.why_split
+        reason = "CUDA graphs replay a backward without Python" if replayed else planned.why_split
         if self.strategy != "split" and reason is not None:
             level = logging.WARNING if self.strategy == "inline" else logging.INFO
-            _say_once(f"a graph is split and not compiled inline: {reason}", level)
+            _say(f"a graph is split and not compiled inline: {reason}", level)
         reasons = [None, *(cut.reason for cut in plan.cuts)]
         run, count = compile_segments(stitched, planned.example_inputs, compiler, reasons, share=not replayed)
         counts = len(plan.buckets), len(plan.segments), count
@@ -158,13 +166,12 @@ class DdpoptBackend:
         specs = specs_by_id(ddp)  # raises if a parameter was replaced, perhaps since the previous graph
         known = self._graphs.get(ddp)
         if known is None or known.specs != specs:  # parameter names may change
-            self._graphs[ddp] = ModelGraphs(specs, BucketConfig.from_ddp(ddp))
-        joined = self._graphs[ddp].joined
+            known = self._graphs[ddp] = ModelGraphs(specs, BucketConfig.from_ddp(ddp))
         if ddp.static_graph and ddp._static_graph_delay_allreduce_enqueued:  # True after its first backward
-            _say_once("DDP keeps its buckets: a static graph's first backward determines what is reduced")
-        elif not (isinstance(ddp.logger, PendingLogger) and ddp.logger.deferral.decide == joined):
-            defer(ddp, joined)
-        return self._graphs[ddp]
+            _say("DDP keeps its buckets: a static graph's first backward determines what is reduced")
+        elif not (isinstance(ddp.logger, PendingLogger) and ddp.logger.deferral.decide == known.joined):
+            defer(ddp, known.joined)
+        return known
 
 
 def find_compiler(compiler: str | CompilerFn) -> CompilerFn:
@@ -173,15 +180,21 @@ def find_compiler(compiler: str | CompilerFn) -> CompilerFn:
     Raises:
         UsageError: there is no backend of that name.
     """
+    given = compiler
     if isinstance(compiler, str):
         try:
-            return lookup_backend(compiler)
+            compiler = lookup_backend(compiler)
         except Exception as error:
-            known = torch.compiler.list_backends(exclude_tags=())
+            known = [name for name in torch.compiler.list_backends(()) if not name.startswith("ddpopt")]
             raise UsageError(
-                f"backend: expected the name of a Dynamo backend, got {compiler!r}; known backends: "
-                f"{', '.join(known)}{did_you_mean(compiler, known)}"
+                f"backend: expected the name of a Dynamo backend, got {given!r}; known backends: "
+                f"{', '.join(known)}{did_you_mean(str(given), known)}"
             ) from error
+    if is_ddpopt(compiler):
+        raise UsageError(
+            f"backend: expected the one that ddpopt uses, for instance 'inductor', got {given!r}, which is "
+            "ddpopt itself; pass the backend that it names, and its strategy as strategy="
+        )
     if not callable(compiler):
         raise UsageError(f"backend: expected a name or a callable (gm, example_inputs), got {compiler!r}")
     return compiler
@@ -201,11 +214,6 @@ def configured(
     else:
         others.update({key: v for key, v in (("mode", mode), ("options", options)) if v})
     return functools.partial(compiler, **others) if others else compiler
-
-
-def _own(compiler: CompilerFn) -> CompilerFn | None:
-    """The chooser that a backend installs: ddpopt's backends cut graphs themselves, torch handles others."""
-    return compiler if is_ddpopt(compiler) else None
 
 
 def is_ddpopt(compiler: object) -> bool:
@@ -232,19 +240,15 @@ def _shares_parameters(ddp: DDP) -> bool:
     A gradient handed over to one of them would be averaged before the other has seen it.
     """
     others = [module for module in ddp.module.modules() if isinstance(module, DDP)]
-    frame = sys._getframe()
-    while (above := frame.f_back) is not None:
-        frame = above
-        if frame.f_code is _FORWARD and frame.f_locals["self"] is not ddp:
-            others.append(frame.f_locals["self"])
+    frames = (
+        frame for frame, _ in traceback.walk_stack(sys._getframe()) if frame.f_code is DDP.forward.__code__
+    )
+    others += [module for frame in frames if (module := frame.f_locals["self"]) is not ddp]
     try:
         own = {id(parameter) for parameter in held_parameters(ddp)} if others else set()
         return any(not own.isdisjoint(map(id, held_parameters(other))) for other in others)
     except UnsupportedError:  # the parameters of one of them are not known
         return True
-
-
-_FORWARD = DDP.forward.__code__
 
 
 def _ties_addresses(compiler: CompilerFn, options: dict[str, Any]) -> bool:
@@ -257,19 +261,25 @@ def _ties_addresses(compiler: CompilerFn, options: dict[str, Any]) -> bool:
 
 
 def _compile_whole(why: str, planned: Planned, compiler: CompilerFn) -> Callable[..., Any]:
-    _say_once(f"a graph is compiled whole: {why}")
+    _say(f"a graph is compiled whole: {why}")
     return compiler(planned.gm, planned.example_inputs)
 
 
+def _say(reason: str, level: int = logging.INFO) -> None:
+    """Show a reason in the trace of a graph, and log it the first time it applies."""
+    show("ddpopt_reason", reason.__str__)
+    _say_once(reason, level)
+
+
 @functools.lru_cache(maxsize=256)
-def _say_once(reason: str, level: int = logging.INFO) -> None:
-    """Log a reason the first time it applies."""
+def _say_once(reason: str, level: int) -> None:
     logger.log(level, "ddpopt: %s", reason)
 
 
 def __getattr__(name: str) -> DdpoptBackend:
-    """``ddpopt_backend``, which ``torch.compile(model, backend="ddpopt")`` looks up; made on first use."""
-    if name != "ddpopt_backend":
+    """A backend that ``torch.compile(model, backend="ddpopt-split")`` looks up; made on first use."""
+    if (words := NAMED.fullmatch(name)) is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    backend: DdpoptBackend = globals().setdefault(name, DdpoptBackend("inductor"))
+    strategy: Any = words[1] or "auto"
+    backend: DdpoptBackend = globals().setdefault(name, DdpoptBackend(words[2] or "inductor", strategy))
     return backend

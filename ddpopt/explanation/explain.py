@@ -82,7 +82,7 @@ def explain_case(case: Explained, ddp_kwargs: Mapping[str, Any], strategy: Strat
 
 
 def _explain(captured: Capture, step: RehearsedStep) -> Explanation:
-    plan = captured.plan()
+    plan = captured.plan
     model = getattr(step.model, "_orig_mod", step.model)
     return Explanation(
         model=type(model).__name__,

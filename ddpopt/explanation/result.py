@@ -192,12 +192,8 @@ class Explanation:
 def _early(waits: Sequence[Sequence[int]]) -> int:
     """The number of buckets sent before the last segment's backward; each waits for those before it, too."""
     lowest = min((segments[0] for segments in waits if segments), default=0)
-    early = 0
-    for segments in waits:
-        if segments and segments[0] == lowest:
-            break
-        early += 1
-    return early
+    early = (index for index, segments in enumerate(waits) if segments and segments[0] == lowest)
+    return next(early, len(waits))
 
 
 def _title(explanation: Explanation) -> str:

@@ -83,7 +83,7 @@ def plan_figures(case: Case) -> dict[str, Figure]:
     args, kwargs = case.inputs(0, 0)
     try:
         with torch.enable_grad():
-            plan = capture(case.model(), *args, **kwargs, **case.ddp_kwargs).plan()
+            plan = capture(case.model(), *args, **kwargs, **case.ddp_kwargs).plan
     except UsageError as error:
         return {FAILURE: f"it cannot be planned: {error}"}
     buckets: dict[str, Figure] = {

@@ -22,7 +22,7 @@ import torch
 from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
-from ddpopt.graph.nodes import MISSING, SOURCES, example_value, fetch, requires_grad, storages
+from ddpopt.graph.nodes import MISSING, SOURCES, by_storage, example_value, fetch, requires_grad, storages
 
 WRITING_OPERATORS = frozenset(
     getattr(operator, name)
@@ -165,18 +165,14 @@ def _mutated(node: fx.Node) -> Iterator[fx.Node]:
 
 def _written_by(signature: Signature, node: fx.Node) -> Iterator[object]:
     """The arguments that a call of this signature writes to."""
-    given = _given(signature, node)
+    positional = zip(signature.names, node.args, strict=False)
+    given: dict[str, Any] = {**signature.defaults, **dict(positional), **node.kwargs}
     yield from (given.get(name) for name in (*signature.written, "out"))
     if given.get("inplace", False) is not False:
         yield given.get(next(iter(signature.names), "input"))
     yield from _statistics(given)
     if given.get("max_norm") is not None:
         yield given.get("weight")
-
-
-def _given(signature: Signature, node: fx.Node) -> dict[str, Any]:
-    """The arguments of a call by name, including defaults."""
-    return {**signature.defaults, **dict(zip(signature.names, node.args, strict=False)), **node.kwargs}
 
 
 def _statistics(given: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -201,10 +197,7 @@ def _written_by_bodies(node: fx.Node) -> Iterator[fx.Node]:
     """
     operands = [source for source in node.all_input_nodes if _body(source) is None]
     bodies = [body for source in node.all_input_nodes if (body := _body(source)) is not None]
-    outside: dict[int, list[fx.Node]] = {}
-    for operand in operands:
-        for key in storages(operand):
-            outside.setdefault(key, []).append(operand)
+    outside = by_storage(operands)
     for body in bodies:
         own = {key for inner in body.graph.nodes if inner.op not in SOURCES for key in storages(inner)}
         given = {key for inner in body.graph.nodes if inner.op in SOURCES for key in storages(inner)}

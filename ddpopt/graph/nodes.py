@@ -4,7 +4,7 @@ Positions count the *body* of a graph: all nodes except placeholders, attributes
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -94,6 +94,15 @@ def _is_trained(tensor: torch.Tensor) -> bool:
 def storages(node: fx.Node) -> list[int]:
     """Identities of the storages behind a node's tensors; views of one tensor share a storage."""
     return storages_of(example_value(node))
+
+
+def by_storage(nodes: Iterable[fx.Node]) -> dict[int, list[fx.Node]]:
+    """The nodes behind whose tensors each storage is, by the storage's identity."""
+    found: dict[int, list[fx.Node]] = {}
+    for node in nodes:
+        for key in storages(node):
+            found.setdefault(key, []).append(node)
+    return found
 
 
 def storages_of(value: object) -> list[int]:

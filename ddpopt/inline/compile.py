@@ -20,6 +20,7 @@ from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ddpopt.ddp.deferral import active_module
+from ddpopt.graph.artifacts import code_of, show
 from ddpopt.graph.nodes import CompilerFn, example_value, module_like, storages
 from ddpopt.graph.rewriting import copy_input
 from ddpopt.inline.handover import Call, empty_token, lend
@@ -104,7 +105,9 @@ def compile_inline(
     detached = {inputs[position]: _detached(example_inputs[position]) for position in flat}
     values = [detached.get(node, value) for node, value in zip(inputs, example_inputs, strict=True)]
     tokens = [_token(detached[group[0]]) for group in groups]
-    compiled = compiler(_edited(gm, groups, detached, tokens, positions), [*values, *tokens])
+    edited = _edited(gm, groups, detached, tokens, positions)
+    show("ddpopt_inline_graph", code_of(edited))
+    compiled = compiler(edited, [*values, *tokens])
     others = [place for place, node in enumerate(inputs) if node not in detached]
     waiting = {place for node, place in place_of.items() if node in late}
     asserting = _asserts_gradients(compiler)

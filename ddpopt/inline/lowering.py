@@ -24,7 +24,7 @@ from torch._functorch._aot_autograd.descriptors import PlainAOTInput
 from torch._inductor import ir
 from torch._inductor.virtualized import V
 
-from ddpopt.graph.nodes import storages
+from ddpopt.graph.nodes import by_storage, storages
 from ddpopt.inline.handover import COPIED, LATE, TAKEN
 
 TARGET = torch.ops.ddpopt.hand_over.default
@@ -64,14 +64,11 @@ class _Program:
     """
 
     def __init__(self, graph: fx.Graph) -> None:
-        by_storage: defaultdict[int, list[fx.Node]] = defaultdict(list)
         placeholders = graph.find_nodes(op="placeholder")
-        for node in placeholders:
-            for storage in storages(node):
-                by_storage[storage].append(node)
+        same_memory = by_storage(placeholders)
         described = {node: node.meta.get("desc") for node in placeholders}
         self.inputs: Mapping[int, list[fx.Node]] = {
-            desc.idx: [same for storage in storages(node) for same in by_storage[storage]]
+            desc.idx: [same for storage in storages(node) for same in same_memory[storage]]
             for node, desc in described.items()
             if isinstance(desc, PlainAOTInput)
         }

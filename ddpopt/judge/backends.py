@@ -24,8 +24,13 @@ def backend_of(name: str) -> Any:
         The callable; Dynamo's names are returned unchanged.
 
     Raises:
-        UsageError: it cannot be found, or is not callable.
+        UsageError: it cannot be found, is not callable, or is ddpopt, which is a mode.
     """
+    if name.partition("-")[0] == "ddpopt":
+        raise UsageError(
+            f"--backend: expected the backend under a mode, got {name!r}, which is ddpopt: that is a --mode; "
+            f"{HELP}"
+        )
     if ":" not in name:
         return name
     try:

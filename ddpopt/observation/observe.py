@@ -15,10 +15,10 @@ from torch import nn
 
 from ddpopt.ddp.engine import NO_TASK, task_id
 from ddpopt.ddp.fit import ddp_module
-from ddpopt.ddp.reducer_buckets import ObservedBucket, running_buckets
 from ddpopt.errors import UsageError
 from ddpopt.observation.compilations import Compilations
 from ddpopt.observation.launches import Launch, LaunchMode
+from ddpopt.observation.reducer_buckets import ObservedBucket, running_buckets
 from ddpopt.planning.bucket_rule import specs_from_ddp
 from ddpopt.planning.reduced import running_reducer
 

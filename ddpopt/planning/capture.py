@@ -40,18 +40,14 @@ class Capture:
         graphs: each graph with its facts and its own plan, in forward order; a parameter belongs to the first
             graph that reads it, because its gradient is complete only there.
         planned: indices of the graphs in the plan: those that complete a gradient or show earlier reads.
-        joined: the plan of all these graphs; None if none of them trains a parameter.
+        plan: the plan that ddpopt follows; it numbers the graphs that it covers, in forward order.
     """
 
     specs: tuple[ParamSpec, ...]
     config: BucketConfig
     graphs: tuple[Planned, ...]
     planned: tuple[int, ...]
-    joined: Plan | None
-
-    def plan(self) -> Plan:
-        """The plan that ddpopt follows; it numbers the graphs that it covers, in forward order."""
-        return self.joined or join_plans((), self.specs, self.config)
+    plan: Plan
 
 
 def plan(model: nn.Module, *inputs: Any, strategy: Strategy = "auto", **kwargs: Any) -> Plan:
@@ -73,7 +69,7 @@ def plan(model: nn.Module, *inputs: Any, strategy: Strategy = "auto", **kwargs: 
     Raises:
         UsageError: an argument cannot be used, or the model cannot be traced.
     """
-    return capture(model, *inputs, strategy=strategy, **kwargs).plan()
+    return capture(model, *inputs, strategy=strategy, **kwargs).plan
 
 
 def capture(model: nn.Module, *inputs: Any, strategy: Strategy = "auto", **kwargs: Any) -> Capture:
@@ -129,7 +125,8 @@ def _trace(
                 "Check that model(*inputs) runs in eager."
             ) from error
     planned = tuple(index for index, graph in enumerate(graphs) if graph.graph_plan in known.relevant())
-    return Capture(tuple(specs), config, tuple(graphs), planned, known.joined())
+    plan = known.joined() or join_plans((), specs, config)
+    return Capture(tuple(specs), config, tuple(graphs), planned, plan)
 
 
 def _untraceable(model: nn.Module, call: object, error: BaseException) -> str:

@@ -19,6 +19,7 @@ from ddpopt.graph.effects import detaches, mutated_inputs
 from ddpopt.graph.nodes import (
     SOURCES,
     body_nodes,
+    by_storage,
     checkpointed,
     example_value,
     fetch,
@@ -157,19 +158,15 @@ def parameter_sources(gm: fx.GraphModule, example_inputs: Sequence[object], spec
         if node.op == "placeholder":
             held = {node.name: next(values, None)}
         elif node.op in ("get_attr", "call_module"):
-            held = _parameters_of(node, fetch(gm, str(node.target)))
+            value = fetch(gm, str(node.target))
+            inside = value.named_parameters() if isinstance(value, torch.nn.Module) else ()
+            held = {f"{node.name}.{name}": param for name, param in inside} or {node.name: value}
         else:
             continue
         names = {label: specs[id(v)].name for label, v in held.items() if id(v) in specs and requires_grad(v)}
         if names:
             found[node] = names
     return found
-
-
-def _parameters_of(node: fx.Node, value: object) -> dict[str, object]:
-    if isinstance(value, torch.nn.Module):
-        return {f"{node.name}.{name}": param for name, param in value.named_parameters()}
-    return {node.name: value}
 
 
 def gradient_carriers(graph: fx.Graph) -> dict[fx.Node, None]:
@@ -245,10 +242,7 @@ def late_reads(
         For each such parameter among `sources`: the body positions of the first such node, and of the node
         where the gradient completes.
     """
-    owners: dict[int, list[fx.Node]] = {}
-    for source in sources:
-        for key in storages(source):
-            owners.setdefault(key, []).append(source)
+    owners = by_storage(sources)
     others = (node for node in gm.graph.nodes if node.op in SOURCES and node not in sources)
     shared = {node: [p for key in storages(node) for p in owners.get(key, ())] for node in others}
     shared |= {source: [source] for source in sources}

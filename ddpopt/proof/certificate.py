@@ -7,11 +7,13 @@ Invariant: shares no code with planning and cutting, except the data classes of 
 what `ddpopt.graph` says about a single node; takes time linear in nodes.
 """
 
+import json
 from collections.abc import Mapping
 
 from torch import fx
 
 from ddpopt.errors import CertificateError
+from ddpopt.graph.artifacts import show
 from ddpopt.planning.plan import Plan
 from ddpopt.proof import memory, program, promises
 from ddpopt.proof.evidence import Invariant, gather
@@ -58,6 +60,14 @@ def certify(original: fx.GraphModule, stitched: fx.GraphModule, plan: Plan, name
         CertificateError: with a sentence for each violation, in the order of `INVARIANTS`.
     """
     evidence = gather(original, stitched, plan, names)
-    violations = [f"{name}: {sentence}" for name, check in INVARIANTS for sentence in check(evidence)]
+    found = [f"{name}: {sentence}" for name, check in INVARIANTS for sentence in check(evidence)]
+    violations = tuple(dict.fromkeys(found))
+
+    def verdict() -> str:
+        return json.dumps(
+            {"invariants": [name for name, _ in INVARIANTS], "violations": violations}, indent=2
+        )
+
+    show("ddpopt_proof", verdict, verdict)
     if violations:
-        raise CertificateError(tuple(dict.fromkeys(violations)))
+        raise CertificateError(violations)

@@ -28,11 +28,6 @@ Reader = Callable[[fx.Node], fx.node.Argument]
 """Maps a node of the original to the argument that a copied node reads in its place."""
 
 
-def segment_name(index: int) -> str:
-    """Name of the stitched module's submodule that holds segment `index`."""
-    return f"segment_{index}"
-
-
 def partition(gm: fx.GraphModule, plan: Plan) -> fx.GraphModule:
     """Cut `gm` according to `plan`.
 
@@ -200,10 +195,10 @@ def _stitch(gm: fx.GraphModule, layout: Layout, segments: Sequence[_Segment]) ->
     for index, segment in enumerate(segments):
         exports = layout.exports[index]
         segment.graph.output(tuple(_pick(segment.graph, segment.copies[e.node], e.path) for e in exports))
-        modules[segment_name(index)] = module_like(gm, segment.graph)
+        modules[f"segment_{index}"] = module_like(gm, segment.graph)
         detached = {leaf: _without_gradient(values[leaf]) for leaf in layout.detached(segment.inputs, index)}
         given = {leaf: values[leaf] for leaf in segment.inputs} | detached
-        call = graph.call_module(segment_name(index), tuple(given.values()))
+        call = graph.call_module(f"segment_{index}", tuple(given.values()))
         for position, leaf in enumerate(exports):
             values[leaf] = graph.call_function(operator.getitem, (call, position))
             values[leaf].meta["example_value"] = leaf.value

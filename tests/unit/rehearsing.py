@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch does not mark its re-exports
 
 from ddpopt.cases import corpus
-from ddpopt.ddp import reducer_buckets
 from ddpopt.explanation.explain import explain_case
 from ddpopt.explanation.result import Explanation, OwnBucket
+from ddpopt.observation import reducer_buckets
 from ddpopt.planning.bucket_rule import initial_buckets, rebuilt_buckets, specs_from_ddp
 from ddpopt.planning.limits import BucketConfig
 

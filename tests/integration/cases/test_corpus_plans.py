@@ -52,7 +52,7 @@ def plan_of(case: Case) -> Plan:
     limits: dict[str, Any] = {"bucket_cap_mb": 1, **case.ddp_kwargs}
     captured = capture(case.model(), *args, strategy="split", **kwargs, **limits)
     assert (case.name, len(captured.graphs)) == (case.name, case.graphs)
-    return captured.plan()
+    return captured.plan
 
 
 def as_text(plan: Plan) -> str:

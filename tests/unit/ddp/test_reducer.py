@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.ddp.reducer import PlannedReducer, install
-from ddpopt.ddp.reducer_buckets import running_buckets
+from ddpopt.observation.reducer_buckets import running_buckets
 from tests.multigpu.models import arbitrary_plan, changing, step, towers
 
 pytestmark = pytest.mark.usefixtures("one_rank_group")

@@ -5,19 +5,23 @@ import copy
 import functools
 import gc
 import pickle
+import tomllib
 from collections.abc import Callable
+from importlib.metadata import EntryPoint, entry_points
 from itertools import product
+from pathlib import Path
 from typing import Any, cast
 from unittest.mock import create_autospec
 
 import pytest
 import torch
-import torch._dynamo.backends.registry
 import torch._inductor.compile_fx as compile_fx
 from torch import Tensor, fx, nn
 from torch._C._distributed_c10d import GradBucket
 from torch._dynamo.backends import distributed
 from torch._dynamo.backends.distributed import DDPOptimizer
+from torch._dynamo.backends.registry import lookup_backend
+from torch._dynamo.exc import InvalidBackend
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -118,6 +122,9 @@ def layers_of(plan: Plan) -> list[str]:
 
 
 STRATEGIES: tuple[Strategy, ...] = ("split", "inline")
+GROUP = "torch_dynamo_backends"
+PROJECT = tomllib.loads((Path(ddpopt.__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))
+NAMES = PROJECT["project"]["entry-points"][GROUP]
 FOUR_LAYERS = ["layers.3", "layers.2", "layers.1", "layers.0"]
 
 
@@ -159,11 +166,39 @@ def test_each_way_in_cuts_at_the_buckets_has_ddp_follow_and_trains_as_in_eager(w
     assert recorder.calls == 2  # the first layer, whose input needs no gradient; and three twins
 
 
-def test_the_entry_point_compiles_with_inductor() -> None:
-    found: Any = torch._dynamo.backends.registry.lookup_backend("ddpopt")
-    assert found is ddpopt.dynamo.backend.ddpopt_backend
-    assert found.compiler is torch._dynamo.backends.registry.lookup_backend("inductor")
-    assert "ddpopt" in torch.compiler.list_backends()
+@pytest.mark.parametrize("strategy", ["auto", "split", "inline"])
+@pytest.mark.parametrize("compiler", ["inductor", "aot_eager", "eager"])
+def test_each_strategy_on_each_compiler_is_one_backend_with_a_name(strategy: str, compiler: str) -> None:
+    name = f"ddpopt-{strategy}-{compiler}".replace("-auto", "").replace("-inductor", "")
+    found = EntryPoint(name, NAMES[name], GROUP).load()
+    assert (found.strategy, found.compiler) == (strategy, lookup_backend(compiler))
+    assert found is EntryPoint(name, NAMES[name], GROUP).load()
+    with pytest.raises(UsageError, match="which is ddpopt itself; pass the backend that it names"):
+        DdpoptBackend(found)
+    if compiler != "inductor":
+        ddp = ddp_of()
+        assert_trains_as_eager(torch.compile(ddp, backend=found), ddp, ddp_of(), steps=2)
+        assert layers_of(plan_in_force(ddp)) == FOUR_LAYERS
+
+
+def test_torch_finds_these_names_and_refuses_another_with_its_own_error() -> None:
+    installed = {entry.name: entry.value for entry in entry_points(group=GROUP) if "ddpopt" in entry.value}
+    assert installed == NAMES, "the installed ddpopt is older: run 'pip install -e .'"
+    assert len(NAMES) == 9
+    assert {*NAMES} < {*torch.compiler.list_backends()}
+    with pytest.raises(InvalidBackend, match="Invalid backend: 'ddpopt-spilt'"):
+        torch.compile(ddp_of(), backend="ddpopt-spilt")
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_without_torchs_tools_no_text_is_made_for_them(
+    strategy: Strategy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch._logging._internal.trace_log, "handlers", [])  # pytest's own is there
+    for kind, name in ((Plan, "__str__"), (fx.GraphModule, "print_readable")):
+        monkeypatch.setattr(kind, name, create_autospec(getattr(kind, name), side_effect=AssertionError))
+    ddp = ddp_of()
+    step(ddpopt.compile(ddp, backend="eager", strategy=strategy), ddp, rows())
 
 
 def sequential() -> nn.Module:

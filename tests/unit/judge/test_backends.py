@@ -16,6 +16,7 @@ def test_a_function_is_found_by_its_module_and_name_and_a_name_of_dynamos_stays_
     ("name", "message"),
     [
         ("no_such_module:compiler", "'no_such_module:compiler', which cannot be imported: ModuleNotFound"),
+        ("ddpopt-split", "got 'ddpopt-split', which is ddpopt: that is a --mode"),
         ("tests.unit.miscompiled:WIDTH", "expected a callable (gm, example_inputs), got "),
     ],
 )

@@ -108,7 +108,7 @@ def test_no_bucket_waits_for_more_than_the_layer_that_fills_it(count: int, layer
     layer = 4 * 8 * 9
     block = step("residual", body=(in_a_checkpoint("linear", "linear"),))
     model = DrawnModel((block,) * count).program.model()
-    plan = capture(model, torch.ones(2, 8), strategy="split", bucket_cap_mb=layers * layer / 2**20).plan()
+    plan = capture(model, torch.ones(2, 8), strategy="split", bucket_cap_mb=layers * layer / 2**20).plan
     assert max(bucket.nbytes for bucket in plan.buckets) <= layer * (int(layers) + 1)
 
 

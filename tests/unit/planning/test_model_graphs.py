@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt.ddp.reducer_buckets import running_buckets
+from ddpopt.observation.reducer_buckets import running_buckets
 from ddpopt.planning.limits import BucketConfig
 from ddpopt.planning.model_graphs import ModelGraphs, plan_for_reducer, specs_by_id
 from ddpopt.planning.plan import Plan

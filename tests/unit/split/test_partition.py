@@ -10,7 +10,7 @@ from torch import fx
 from ddpopt.graph.nodes import body_nodes
 from ddpopt.planning.cut_points import blocked_positions
 from ddpopt.proof.certificate import certify
-from ddpopt.split.partition import partition, segment_name
+from ddpopt.split.partition import partition
 from tests.graph_builder import GraphBuilder
 from tests.unit.effects import Effects
 from tests.unit.snippets import SNIPPETS
@@ -39,7 +39,7 @@ def cut(gm: fx.GraphModule, *first_nodes: str) -> fx.GraphModule:
 
 
 def segment(stitched: fx.GraphModule, index: int) -> fx.GraphModule:
-    module = stitched.get_submodule(segment_name(index))
+    module = stitched.get_submodule(f"segment_{index}")
     assert isinstance(module, fx.GraphModule)
     return module
 

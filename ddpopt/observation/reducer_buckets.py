@@ -3,7 +3,6 @@
 Invariant: the query changes nothing and takes almost no memory.
 """
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,17 +46,16 @@ def running_buckets(ddp: Any) -> tuple[ObservedBucket, ...]:
     """
     names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
     members = bucket_members(running_reducer(ddp)) or _predicted(ddp)
-    return tuple(_observed(index, names, parameters) for index, parameters in enumerate(members))
-
-
-def _observed(index: int, names: Mapping[int, str], parameters: Sequence[Tensor]) -> ObservedBucket:
-    return ObservedBucket(
-        index=index,
-        params=tuple(names.get(id(parameter), "(replaced)") for parameter in parameters),
-        nbytes=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
-        dtype=str(parameters[0].dtype).removeprefix("torch."),
-        device=str(parameters[0].device),
-        numel=sum(parameter.numel() for parameter in parameters),
+    return tuple(
+        ObservedBucket(
+            index=index,
+            params=tuple(names.get(id(parameter), "(replaced)") for parameter in parameters),
+            nbytes=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
+            dtype=str(parameters[0].dtype).removeprefix("torch."),
+            device=str(parameters[0].device),
+            numel=sum(parameter.numel() for parameter in parameters),
+        )
+        for index, parameters in enumerate(members)
     )
 
 

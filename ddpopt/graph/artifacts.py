@@ -1,0 +1,42 @@
+"""What torch's own tools show of a graph: ``TORCH_LOGS=ddp_graphs``, and ``TORCH_TRACE`` with tlparse.
+
+torch adds the id of the running compilation to each entry of a trace.
+
+Invariant: a text is made only if one of these tools shows it.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import fx
+from torch._logging import LazyString, getArtifactLogger, trace_structured  # type: ignore[attr-defined]  # re-exports
+
+# the logger of torch's own optimizer: torch adds handlers only to loggers whose names begin with "torch"
+_log = getArtifactLogger("torch._dynamo.backends.distributed", "ddp_graphs")
+
+
+def show(name: str, text: Callable[[], str], json: Callable[[], str] | None = None) -> None:
+    """Show a text about the graph that is being compiled.
+
+    Args:
+        name: its title in the log, and its name in the trace.
+        text: makes it.
+        json: makes what the trace has instead.
+    """
+    _log.debug("\n---%s---\n%s", name, LazyString(text))
+    encoding = "json" if json else "string"
+    trace_structured("artifact", lambda: {"name": name, "encoding": encoding}, payload_fn=json or text)
+
+
+def code_of(gm: Any) -> Callable[[], str]:
+    """Makes the code of a graph and of the graphs inside it, with the shapes of its values."""
+    return partial(gm.print_readable, print_output=False)
+
+
+def show_cut(stitched: fx.GraphModule) -> None:
+    """Show a graph that was cut; in the trace, under the names that torch uses for its own cut graphs."""
+    _log.debug("\n---ddpopt_split_graph---\n%s", LazyString(code_of(stitched)))
+    trace_structured("optimize_ddp_split_graph", payload_fn=code_of(stitched))
+    for name, segment in stitched.named_children():
+        trace_structured("optimize_ddp_split_child", partial(dict, name=name), payload_fn=code_of(segment))
