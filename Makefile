@@ -4,7 +4,7 @@
 #   make test     all tests: unit, property, docstring examples, multi-rank
 #   make check    format, lint, types
 #
-# Variables: PYTHON (3.11 or newer), VENV, TORCH_VERSION (2.11 to 2.13), RANKS, PYTEST_ARGS, DEMO_ARGS, BENCH_ARGS,
+# Variables: PYTHON and TORCH_VERSION (docs/support.md), VENV, RANKS, PYTEST_ARGS, DEMO_ARGS, BENCH_ARGS,
 # GATE_ARGS.
 
 PYTHON ?= python3
@@ -41,8 +41,8 @@ help: ## list the commands
 # ---------------------------------------------------------------------------------------- environment
 
 $(BIN)/python:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	  { echo "ddpopt needs Python 3.11 or newer, but $(PYTHON) is $$($(PYTHON) -V 2>&1). Try: make PYTHON=python3.11 …" >&2; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || \
+	  { echo "ddpopt needs Python 3.11 to 3.13, but $(PYTHON) is $$($(PYTHON) -V 2>&1). Try: make PYTHON=python3.11 …" >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 
 # torch is installed first: the project's own range would otherwise fetch its newest release.

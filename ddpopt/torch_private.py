@@ -8,13 +8,13 @@ Invariant: looking the names up changes nothing in torch.
 """
 
 import contextlib
-import functools
 import pkgutil
+import platform
 from collections.abc import Mapping
 
 from ddpopt.errors import UnsupportedError
 
-RELEASES = "torch 2.11 to 2.13"
+RELEASES = "torch 2.11 to 2.15"
 PLANS = "buckets cannot be planned as DDP fills them"
 FOLLOWS = "DDP cannot follow a plan"
 EARLY = "inline cannot hand a gradient over during backward"
@@ -58,7 +58,6 @@ NAMES: Mapping[str, str] = {
 """The undocumented parts of torch that ddpopt uses, by dotted name."""
 
 
-@functools.cache
 def require_supported() -> None:
     """Fail unless the installed torch has all the names that ddpopt uses.
 
@@ -75,6 +74,7 @@ def require_supported() -> None:
     if lacking:
         lines = "\n".join(f"  {name}: {lost}" for name, lost in lacking.items())
         raise UnsupportedError(
-            f"expected {RELEASES}, got torch {torch.__version__}, which lacks {len(lacking)} of the private "
-            f"names that ddpopt uses:\n{lines}\nInstall one of these releases, or a newer ddpopt."
+            f"expected {RELEASES}, got torch {torch.__version__} (Python {platform.python_version()}), which "
+            f"lacks {len(lacking)} of the private names that ddpopt uses:\n{lines}\n"
+            "Install one of these releases, or a newer ddpopt."
         )

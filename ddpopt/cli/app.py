@@ -45,7 +45,7 @@ class _Group(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            return self._invoke(ctx)
         except DdpoptError as error:
             typer.echo(f"ddpopt: error: {error}{_raised_at(error)}", err=True)
             raise typer.Exit(error.exit_code) from error
@@ -55,6 +55,15 @@ class _Group(TyperGroup):
             ended = f"the target called sys.exit({error.code!r}){users_line(error)}; make it return instead"
             typer.echo(f"ddpopt: error: {ended}", err=True)
             raise typer.Exit(UsageError.exit_code) from error
+
+    def _invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (AttributeError, ImportError):  # modules of ddpopt use private names of torch when imported
+            from ddpopt.torch_private import require_supported
+
+            require_supported()
+            raise
 
 
 def _raised_at(error: DdpoptError) -> str:

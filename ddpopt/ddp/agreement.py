@@ -85,7 +85,7 @@ def announce(process_group: dist.ProcessGroup, what: str, payload: str) -> None:
 
 
 def _group_store(process_group: dist.ProcessGroup) -> "Store":
-    # Private, the same in torch 2.11 to 2.13: the prefixed store that init_process_group or new_group made.
+    # Private: the prefixed store that init_process_group or new_group made.
     return dist.distributed_c10d._get_process_group_store(process_group)
 
 

@@ -74,7 +74,7 @@ def keeps_buckets(ddp: DistributedDataParallel) -> bool:
 
 
 def active_module() -> DistributedDataParallel | None:
-    """The DDP module whose forward is running; Dynamo finds it in the same way (torch 2.11 to 2.13)."""
+    """The DDP module whose forward is running; Dynamo finds it in the same way."""
     return DistributedDataParallel._active_ddp_module
 
 
@@ -253,8 +253,8 @@ class PendingLogger:
 
 
 def _group_timeout(process_group: dist.ProcessGroup) -> timedelta:
-    # Private, the same in torch 2.11 to 2.13 for gloo and NCCL; other backends have no readable timeout, so
-    # the default of init_process_group is used.
+    # Private, the same for gloo and NCCL; other backends have no readable timeout, so the default of
+    # init_process_group is used.
     for device in ("cpu", "cuda"):
         try:
             timeout: timedelta = process_group._get_backend(torch.device(device)).options._timeout

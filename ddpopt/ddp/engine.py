@@ -6,7 +6,7 @@ roots in the frame that called the engine; Python can access them nowhere else.
 
 Invariant: None means "not known". Nothing here guesses.
 
-Uses private names of torch 2.11 to 2.13: ``torch.autograd.graph._engine_run_backward`` (its frame),
+Uses private names of torch: ``torch.autograd.graph._engine_run_backward`` (its frame),
 ``torch._C._current_graph_task_id``, ``torch._C._current_autograd_node`` and
 ``torch._C._will_engine_execute_node``.
 """

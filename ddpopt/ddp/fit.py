@@ -19,7 +19,7 @@ from ddpopt.planning.bucket_rule import ParamSpec, specs_from_ddp
 from ddpopt.planning.plan import Bucket, Plan
 
 SHOWN_PROBLEMS = 20
-# kDDPRuntimeLoggingSampleRate of torch/csrc/distributed/c10d/reducer.hpp, torch 2.11 to 2.13.
+# kDDPRuntimeLoggingSampleRate of torch/csrc/distributed/c10d/reducer.hpp of torch.
 DEFAULT_SAMPLE_RATE = 100
 
 

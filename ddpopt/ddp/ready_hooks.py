@@ -6,7 +6,7 @@ gradient, and the reducer would count it twice. So these hooks are replaced.
 
 Invariant: in each backward the reducer is notified of each parameter exactly as often as without ddpopt.
 
-Uses private parts of torch 2.11 to 2.13: ``Reducer._remove_autograd_hooks``, ``Reducer._autograd_hook``
+Uses private parts of torch: ``Reducer._remove_autograd_hooks``, ``Reducer._autograd_hook``
 and ``DistributedDataParallel._build_params_for_reducer``.
 """
 

@@ -6,11 +6,12 @@ starts with the plan's buckets and keeps them.
 Invariant: except for its buckets, the new reducer behaves like the one that DDP made: same options, same
 communication hooks, same errors, same states between forward and backward.
 
-This module contains all writes to private interfaces of DDP and its reducer, which are the same in
-torch 2.11 to 2.13 (``torch/nn/parallel/distributed.py``, ``torch/csrc/distributed/c10d/reducer.cpp``).
+This module contains all writes to private interfaces of DDP and its reducer
+(``torch/nn/parallel/distributed.py``, ``torch/csrc/distributed/c10d/reducer.cpp``).
 """
 
 import contextlib
+import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -159,6 +160,8 @@ def install(ddp: DistributedDataParallel, plan: Plan) -> None:
         module.logger._set_static_graph()
     if noted.get("join_uneven_inputs"):
         module.logger._set_uneven_input_join()
+    if getattr(module, "require_manual_backward_finalization", False):  # torch 2.15
+        module.require_manual_backward_finalization = True
     _keep_hooks(module, str(noted.get("comm_hook", "")))
     if any(registered(leaf.register_hook) for leaf in leaves):
         ready_hooks(ddp).take_over()  # DDP's own reducer is notified before users' hooks run
@@ -180,7 +183,9 @@ def _own_gradients(ddp: Any, parameters: Sequence[torch.Tensor]) -> Iterator[Non
 def _reducer_arguments(ddp: Any, plan: Plan, names: Sequence[str]) -> dict[str, Any]:
     parameters, sparse = ddp._build_params_for_reducer()
     places = {name: place for place, name in enumerate(names)}
-    arguments = {
+    # Pass on all switches that DDP and its reducer have in common; they differ between releases of torch.
+    switches = re.findall(r"(\w+): bool", str(Reducer.__init__.__doc__))
+    return {switch: getattr(ddp, switch) for switch in switches if hasattr(ddp, switch)} | {
         "params": parameters,
         "bucket_indices": [[places[name] for name in bucket.params] for bucket in plan.buckets],
         "per_bucket_size_limits": [bucket.nbytes for bucket in plan.buckets],
@@ -190,15 +195,8 @@ def _reducer_arguments(ddp: Any, plan: Plan, names: Sequence[str]) -> dict[str, 
         # A static graph finds unused parameters by itself. If both were set, clearing the ready order would
         # also clear the parameters found, and each backward would wait to copy them from the device again.
         "find_unused_parameters": ddp.find_unused_parameters and not ddp.static_graph,
-        "gradient_as_bucket_view": ddp.gradient_as_bucket_view,
         "param_to_name_mapping": ddp._build_debug_param_to_name_mapping(parameters),
-        "skip_all_reduce_unused_params": ddp.skip_all_reduce_unused_params,
-        "use_python_reducer": False,
     }
-    # New in torch 2.13; older constructors reject the name.
-    if "batched_grad_copy" in (Reducer.__init__.__doc__ or ""):
-        arguments["batched_grad_copy"] = ddp.batched_grad_copy
-    return arguments
 
 
 def _logger(ddp: Any) -> Any:

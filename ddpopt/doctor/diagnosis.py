@@ -13,6 +13,7 @@ from enum import StrEnum
 from ddpopt.errors import VerificationError
 from ddpopt.explanation.tables import Column, mib, names, numbers, paragraph, table
 from ddpopt.observation.reducer_buckets import ObservedBucket
+from ddpopt.torch_private import RELEASES
 
 
 class Weight(StrEnum):
@@ -72,6 +73,8 @@ class Diagnosis:
         steps: the number of steps of each mode.
         ranks: the number of ranks whose inputs were tried for unused parameters.
         torch_version: version of torch.
+        is_supported: whether ddpopt supports that release; it has all private names that ddpopt uses.
+        python_version: version of Python.
         findings: the findings, most important first.
         buckets: for each mode that ran to its end, the buckets of the running reducer.
         unused: trainable parameters without a gradient in some backward.
@@ -83,6 +86,8 @@ class Diagnosis:
     steps: int
     ranks: int
     torch_version: str
+    is_supported: bool
+    python_version: str
     findings: tuple[Advice, ...]
     buckets: dict[str, tuple[ObservedBucket, ...]]
     unused: tuple[Unused, ...]
@@ -106,9 +111,10 @@ class Diagnosis:
         return "\n\n".join(self._blocks())
 
     def _blocks(self) -> Iterator[str]:
+        supported = "supported" if self.is_supported else f"ddpopt supports {RELEASES}"
         yield paragraph(
             f"{self.model}: {self.steps} steps in each mode, backend {self.backend}, torch "
-            f"{self.torch_version}",
+            f"{self.torch_version} ({supported}), Python {self.python_version}",
             "  ",
         )
         if self.problems:

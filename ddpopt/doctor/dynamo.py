@@ -1,6 +1,6 @@
 """TorchDynamo's records of compilation: frames, graph breaks, failed guards, compile times.
 
-This is the only module of this package that uses private parts of torch 2.11 to 2.13: in
+This is the only module of this package that uses private parts of torch: in
 ``torch._dynamo.utils`` the lists and dictionaries named in `_FILLED` and the deque ``_compilation_metrics``;
 ``torch._dynamo.callback.callback_handler``; the attribute
 ``DistributedDataParallel._active_ddp_module``.

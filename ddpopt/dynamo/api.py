@@ -160,7 +160,7 @@ def _is_skipped(module: nn.Module) -> bool:
     """Whether Dynamo skips the frame of a module's own forward, as it does for torch.nn modules.
 
     Under a DDP module, whose frames it also skips, nothing would be compiled (pytorch#140416).
-    Uses a private name of torch 2.11 to 2.13: ``torch._dynamo.trace_rules.check``.
+    Uses a private name of torch: ``torch._dynamo.trace_rules.check``.
     """
     code = getattr(inspect.getattr_static(type(module), "forward"), "__code__", None)
     return code is not None and trace_rules.check(code)

@@ -6,7 +6,7 @@ any backend into ddpopt's; a chooser that returns None leaves a backend to torch
 
 Invariant: importing this changes nothing, and the hook is removed with the last chooser.
 
-Uses a private name of torch 2.11 to 2.13: ``torch._dynamo.backends.distributed.DDPOptimizer``, looked up
+Uses a private name of torch: ``torch._dynamo.backends.distributed.DDPOptimizer``, looked up
 and built in ``torch/_dynamo/convert_frame.py`` with ``bucket_bytes_cap`` and ``backend_compile_fn``. Dynamo
 uses only its ``compile_fn``.
 """

@@ -1,6 +1,6 @@
 """Contexts that isolate planning and compiling a graph from the running program.
 
-Uses private names of torch 2.11 to 2.13: those that AOTAutograd uses to record views.
+Uses private names of torch: those that AOTAutograd uses to record views.
 Invariant: afterwards the garbage collector and torch are in the same state as before.
 """
 

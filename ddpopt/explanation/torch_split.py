@@ -5,7 +5,7 @@ segment runs as one node of the autograd graph, as with AOTAutograd, so that aut
 which order gradients complete and which segments they wait on. Failures of the optimizer show here; those of
 a compiler underneath it do not.
 
-Uses a private name of torch 2.11 to 2.13: ``torch._dynamo.backends.distributed.DDPOptimizer``. Calls its
+Uses a private name of torch: ``torch._dynamo.backends.distributed.DDPOptimizer``. Calls its
 ``compile_fn`` and reads its ``buckets`` (in forward order; each with ``params``, ``param_ids`` and
 ``size``, the bytes that the optimizer counted).
 """

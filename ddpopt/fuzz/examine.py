@@ -72,7 +72,7 @@ def examine(ranks: Ranks, task: Task, tell: Callable[[str], None]) -> list[Answe
 
 def forget_failures() -> None:
     """Reset state that torch keeps after its optimizer fails, which would make later models fail too."""
-    functorch: Any = torch._C._functorch  # private, for torch 2.11 to 2.13; so are the names below
+    functorch: Any = torch._C._functorch  # private; so are the names below
     autograd: Any = torch._C._autograd
     DistributedDataParallel._active_ddp_module = None
     functorch.pop_dynamic_layer_stack_and_undo_to_depth(0)
@@ -97,7 +97,7 @@ def _failed(name: str, kind: Outcome, reason: str) -> Answer:
 @contextlib.contextmanager
 def _limit_of(task: Task) -> Iterator[None]:
     """Set torch's smallest bucket to the model's cap, if that is lower."""
-    c10d: Any = dist  # private, for torch 2.11 to 2.13: DDP and torch's optimizer read it when constructed
+    c10d: Any = dist  # private: DDP and torch's optimizer read it when constructed
     before = c10d._DEFAULT_FIRST_BUCKET_BYTES
     if task.setting.lowers_limit:
         c10d._DEFAULT_FIRST_BUCKET_BYTES = min(before, task.cap_bytes)

@@ -136,7 +136,7 @@ def is_uncrossable_number(node: fx.Node) -> bool:
 def unwritten_module(root: nn.Module | dict[str, Any], graph: fx.Graph) -> fx.GraphModule:
     """A module whose Python code is generated when it first runs, as for Dynamo's own modules.
 
-    Otherwise a module around it would generate the code again. Uses a private part of torch 2.11 to 2.13:
+    Otherwise a module around it would generate the code again. Uses a private part of torch:
     there is no public way to do this.
     """
     with _use_lazy_graph_module(True):

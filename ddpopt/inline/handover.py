@@ -221,7 +221,7 @@ def _renamed(parameter: Tensor) -> Tensor:
     """Another tensor with the same value; a trace treats it as the parameter, and records nothing.
 
     If it were recorded, the view would be saved for backward instead of the parameter. Uses a private part of
-    torch 2.11 to 2.13: ``torch._subclasses.functional_tensor.FunctionalTensor``.
+    torch: ``torch._subclasses.functional_tensor.FunctionalTensor``.
     """
     if isinstance(parameter, FunctionalTensor):
         return FunctionalTensor.to_functional(parameter.from_functional())
@@ -318,7 +318,7 @@ def _owners(tensors: Sequence[Tensor]) -> list[int]:
     """The operator ``ddpopt::owners``: count the references to the only tensor in its list.
 
     Counts references to the tensor itself, to its storage and to its base. All Python references count as
-    one; those of the engine and of other views are added. Uses private parts of torch 2.11 to 2.13:
+    one; those of the engine and of other views are added. Uses private parts of torch:
     ``Tensor._use_count`` and ``torch._C._storage_Use_Count``.
     """
     tensor: Any  # torch's stubs lack _use_count

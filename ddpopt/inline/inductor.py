@@ -3,7 +3,7 @@
 Gradients must leave in the order in which autograd completes them, in their own memory
 (`ddpopt.inline.lowering`); and the next process must find compiled code in the caches, including traces.
 
-Uses private parts of torch 2.11 to 2.13: the options ``reorder_for_peak_memory`` and
+Uses private parts of torch: the options ``reorder_for_peak_memory`` and
 ``unsafe_marked_cacheable_functions``.
 """
 

@@ -8,7 +8,7 @@ communication hook), so all code that reads the parameter must come before the c
 Invariant: a gradient whose memory is taken has its last use in the call; a parameter whose gradient is handed
 over early has its last use before the call.
 
-Uses private parts of torch 2.11 to 2.13: ``torch._inductor.ir.FallbackKernel``, the order in which the
+Uses private parts of torch: ``torch._inductor.ir.FallbackKernel``, the order in which the
 scheduler runs operations (``V.graph.operations``, ``additional_buffer_deps``, ``last_usage``), and the
 descriptors that AOTAutograd leaves on placeholders (``meta["desc"]``).
 """

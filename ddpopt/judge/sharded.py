@@ -3,7 +3,7 @@
 Each compiles the model itself and wraps a shell around it: `fully_shard` on a compiled root silently compiles
 nothing, because the hooks that gather its parameters run inside the frame to compile.
 
-Touches private names of torch 2.11 to 2.13: ``torch.distributed._composable.replicate``.
+Touches private names of torch: ``torch.distributed._composable.replicate``.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class Compilations:
 
 
 def _dynamo() -> Any:
-    # Imported when needed: this takes a second. Callbacks and counters are the same in torch 2.11 to 2.13.
+    # Imported when needed: this takes a second. Its callbacks and counters are private.
     import torch._dynamo
 
     return torch._dynamo

@@ -20,7 +20,7 @@ from ddpopt.inline.handover import hand_over
 NAMESPACES = ("c10d", "_c10d_functional")
 # Waiting is not a launch.
 NOT_COLLECTIVES = ("wait_tensor",)
-# The argument names of the tensors that these operators send (schemas of torch 2.11 to 2.13).
+# The argument names of the tensors that these operators send, as in torch's schemas.
 SENT = ("tensors", "input_tensors", "input_tensor", "inputs", "input")
 
 
@@ -113,7 +113,7 @@ def _group_name(arguments: Mapping[str, Any]) -> str:
     if "group_name" in arguments:
         return str(arguments["group_name"])
     boxed = arguments.get("process_group")
-    # Private, the same in torch 2.11 to 2.13: operators carry groups as TorchScript objects.
+    # Private: operators carry groups as TorchScript objects.
     return "" if boxed is None else str(torch._C._distributed_c10d.ProcessGroup.unbox(boxed).group_name)
 
 

@@ -7,7 +7,7 @@ Invariant: equal parameters and equal limits give equal buckets, on every rank a
 here needs a process group.
 
 Source: ``Reducer::rebuild_buckets`` in ``torch/csrc/distributed/c10d/reducer.cpp``, and
-``torch/nn/parallel/distributed.py`` (2.11 to 2.13).
+``torch/nn/parallel/distributed.py``.
 """
 
 import functools

@@ -37,7 +37,7 @@ def _leaves(values: Iterable[object]) -> dict[int, None]:
     """``id`` of each tensor into which a backward from `values` would accumulate a gradient.
 
     The search stops at compiled graphs, whose own inputs show the rest.
-    Uses the names of two kinds of nodes in torch 2.11 to 2.13; if they change, only time is lost.
+    Uses the names of two kinds of nodes in torch; if they change, only time is lost.
     """
     tensors = (leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor))
     seen: dict[Any, None] = dict.fromkeys(tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None)

@@ -3,7 +3,7 @@
 Invariant: ``BucketConfig.from_kwargs(**arguments)`` equals ``from_ddp(DDP(model, **arguments))``
 and needs neither a model nor a process group.
 
-Source: ``torch/nn/parallel/distributed.py`` (torch 2.11 to 2.13).
+Source: ``torch/nn/parallel/distributed.py``.
 """
 
 import inspect
@@ -132,7 +132,7 @@ class BucketConfig:
 
 
 def _first_bucket_bytes(ddp: nn.parallel.DistributedDataParallel) -> int:
-    # Private names of DDP, torch 2.11 to 2.13, here and above. 2.11 has no _bucket_config.
+    # Private names of DDP, here and above. torch 2.11 has no _bucket_config.
     if hasattr(ddp, "_bucket_config"):
         return int(ddp._bucket_config.first_bucket_bytes_cap)
     return _default_first_bucket_bytes() if ddp.bucket_bytes_cap_default else int(ddp.bucket_bytes_cap)

@@ -3,7 +3,7 @@
 `joined` uses ranks that exist, on one node or several; `ddpopt.ranks.pool` starts ranks on this machine. A
 task sees no difference.
 
-Touches one private name of torch 2.11 to 2.13, ``_get_default_store``. Invariant: no task waits forever. A
+Touches one private name of torch, ``_get_default_store``. Invariant: no task waits forever. A
 task that exceeds its limit is ended after its stacks are written.
 """
 
@@ -227,7 +227,7 @@ def one_rank() -> Iterator[None]:
 def _forget_failed_group() -> None:
     """Keep the next default group's name equal on all ranks: torch also counts a group it failed to make.
 
-    Private in torch 2.11 to 2.13; `destroy_process_group` does the same, but only for a group that was made.
+    Private in torch; `destroy_process_group` does the same, but only for a group that was made.
     """
     world: Any = dist.distributed_c10d._world
     world.group_count = 0

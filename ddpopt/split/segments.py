@@ -98,7 +98,7 @@ def _for_backend(value: object) -> object:
 def own_tracing_context() -> Iterator[None]:
     """Give compilations in this block their own tracing metadata, but share fake mode, symbols and guards.
 
-    Uses private parts of torch 2.11 to 2.13: ``torch._guards._TLS`` and the fields below.
+    Uses private parts of torch: ``torch._guards._TLS`` and the fields below.
     """
     parent = TracingContext.try_get()
     if parent is None:
@@ -121,7 +121,7 @@ def _own_floats(segment: fx.GraphModule) -> Iterator[None]:
 
     AOTAutograd turns a float that may change into a tensor. It assumes that tracing specialized each float
     that it does not see, so Dynamo would recompile for each value of that float.
-    Uses a private part of torch 2.11 to 2.13: the values that ``ShapeEnv`` has for its symbols.
+    Uses a private part of torch: the values that ``ShapeEnv`` has for its symbols.
     """
     mode = getattr(TracingContext.try_get(), "fake_mode", None)
     known: dict[Any, Any] = getattr(getattr(mode, "shape_env", None), "backed_var_to_val", {})

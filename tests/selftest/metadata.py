@@ -41,7 +41,7 @@ def shared_metadata(site: Site) -> AbstractContextManager[Any]:
 def reusing(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
     """Compile like aot_eager, but overwrite what the metadata marks as donated once a backward has read it.
 
-    Uses private parts of torch 2.11 to 2.13: ``fw_metadata.bw_donated_idxs`` of a tracing context.
+    Uses private parts of torch: ``fw_metadata.bw_donated_idxs`` of a tracing context.
     """
     compiler = aot_autograd(fw_compiler=_as_it_is, bw_compiler=_overwriting)
     return compiler(gm, list(example_inputs))

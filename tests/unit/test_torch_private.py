@@ -1,24 +1,20 @@
 """ddpopt.torch_private: a torch that lacks what ddpopt uses is one error that says so."""
 
-from collections.abc import Iterator
+import re
+import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 import ddpopt
 from ddpopt.errors import UnsupportedError
-from ddpopt.torch_private import require_supported
+from ddpopt.torch_private import RELEASES
+from tests.commands import run
 
 GONE = "_compute_bucket_assignment_by_size"
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_known() -> Iterator[None]:
-    """What this torch has was looked up before, and is looked up again afterwards."""
-    require_supported()
-    require_supported.cache_clear()
-    yield
-    require_supported.cache_clear()
+ROOT = Path(__file__).parents[2]
 
 
 def test_a_missing_name_is_reported_with_what_it_costs_and_the_releases_that_have_it(
@@ -28,7 +24,10 @@ def test_a_missing_name_is_reported_with_what_it_costs_and_the_releases_that_hav
     with pytest.raises(UnsupportedError) as raised:
         ddpopt.DdpoptBackend("eager")
     expected = f"lacks 1 .*\n  torch.distributed.{GONE}: buckets cannot be planned .*\nInstall one of these"
-    raised.match(f"expected torch 2.11 to 2.13, got torch .*{expected}")
+    raised.match(f"expected {RELEASES}, got torch .* \\(Python 3.*{expected}")
+    result = run("doctor", "cap_5")
+    assert (result.exit_code, raised.value.exit_code) == (2, 2)
+    assert f"\n  torch.distributed.{GONE}: " in result.stderr
 
 
 def test_the_facade_reports_a_missing_name_where_an_import_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,7 +38,20 @@ def test_the_facade_reports_a_missing_name_where_an_import_fails(monkeypatch: py
     monkeypatch.delitem(vars(ddpopt), "plan", raising=False)
     with pytest.raises(AttributeError, match=GONE):
         _ = ddpopt.plan
-    require_supported.cache_clear()
     monkeypatch.delattr(dist, GONE)
     with pytest.raises(UnsupportedError, match=GONE):
         _ = ddpopt.plan
+    monkeypatch.setitem(sys.modules, "ddpopt.doctor", None)
+    assert f"\n  torch.distributed.{GONE}: " in run("doctor", "cap_5").stderr
+
+
+def test_the_releases_are_those_of_the_pin_and_no_page_or_comment_has_others() -> None:
+    oldest, newest = re.findall(r"2\.(\d+)", RELEASES)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert f"torch>=2.{oldest},<2.{int(newest) + 1}" in project["dependencies"]
+    kinds = ("*.md", "docs/*.md", "ddpopt/**/*.py", "tests/**/*.py")
+    texts = {page.name: page.read_text("utf-8") for kind in kinds for page in ROOT.glob(kind)}
+    said = {name: re.findall(r"2\.\d+ to 2\.\d+", text) for name, text in texts.items()}
+    ours = [f"2.{oldest} to 2.{newest}"]
+    expected = {"README.md": ours * 2, "support.md": ours, "torch_private.py": ours}
+    assert {name: found for name, found in said.items() if found} == expected

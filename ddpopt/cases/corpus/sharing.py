@@ -49,7 +49,7 @@ def ignored(dim: int, layers: int) -> nn.Module:
     """Build layers, two of which DDP is told to ignore: their gradients stay local."""
     model = Residuals(dim, layers)
     names = [f"layers.{index}.{kind}" for index in (2, 5) for kind in ("weight", "bias")]
-    # DDP offers no other way, despite the underscore; in torch 2.11 to 2.13 it has no annotations.
+    # DDP offers no other way, despite the underscore; it has no annotations.
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)  # type: ignore[no-untyped-call]
     return model
 

@@ -1,6 +1,7 @@
 """ddpopt.ddp.reducer: the plan's buckets, kept, in a reducer that is otherwise DDP's own."""
 
 import copy
+import re
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +12,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt.ddp.reducer import PlannedReducer, install
+from ddpopt.ddp.reducer import PlannedReducer, _reducer_arguments, install
 from ddpopt.observation.reducer_buckets import running_buckets
+from ddpopt.planning.limits import DDP_ARGUMENTS
 from tests.multigpu.models import arbitrary_plan, changing, step, towers
 
 pytestmark = pytest.mark.usefixtures("one_rank_group")
@@ -52,6 +54,23 @@ def test_what_ddp_logs_is_the_same_but_for_the_buckets_also_of_what_was_set_afte
     theirs, ours = plain._get_ddp_logging_data(), ddp._get_ddp_logging_data()
     assert ours.pop("bucket_sizes") != theirs.pop("bucket_sizes")
     assert ours == theirs
+
+
+def test_every_switch_of_ddp_that_the_reducer_has_is_passed_on_in_every_release() -> None:
+    switches = {*re.findall(r"(\w+): ", str(c10d.Reducer.__init__.__doc__))} & {*DDP_ARGUMENTS} - {
+        "process_group"
+    }
+    ddp = towers(**dict.fromkeys(switches, True))
+    manual = hasattr(ddp, "finalize_backward")  # since torch 2.15
+    if manual:
+        ddp.require_manual_backward_finalization = True
+    plan = arbitrary_plan(ddp, 0)
+    passed = _reducer_arguments(ddp, plan, [name for name, _ in ddp.module.named_parameters()])
+    assert {name for name, value in passed.items() if value is True} == switches > {"gradient_as_bucket_view"}
+    install(ddp, plan)
+    step(ddp)
+    if manual:
+        ddp.finalize_backward()  # raises unless the new reducer waits for it
 
 
 doubling = changing(lambda buffer: buffer * 2)

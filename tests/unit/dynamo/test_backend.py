@@ -350,7 +350,7 @@ INNER: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.*deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.*deprecated")
 @pytest.mark.parametrize(("inner", "strategy"), in_turn([(inner,) for inner in INNER], STRATEGIES))
 def test_whatever_the_module_inside_is_it_trains_as_in_eager(inner: str, strategy: Strategy) -> None:
     def trained(wrap: Callable[[Any], Any]) -> list[list[Tensor]]:
