@@ -106,9 +106,9 @@ class GraphBuilder:
             self.rows = self._placeholder(str(self.batch), lambda: self.batch)
         self.x = self.input("x", self.batch, width)
 
-    def input(self, name: str, *shape: int | torch.SymInt, dtype: torch.dtype = torch.float32) -> fx.Node:
-        """Add an input that needs no gradient; returns its placeholder. Integers are 0 or 1."""
-        return self._placeholder(f"l_{name}_", lambda: torch.empty(shape, dtype=dtype))
+    def input(self, name: str, *shape: int | torch.SymInt) -> fx.Node:
+        """Add an input that needs no gradient; returns its placeholder."""
+        return self._placeholder(f"l_{name}_", lambda: torch.empty(shape))
 
     def parameter(
         self, layer: str, role: str, *shape: int, trainable: bool = True, dtype: torch.dtype = torch.float32
@@ -233,18 +233,13 @@ def _mangled(layer: str) -> str:
     return "modules_" + layer.replace(".", "_modules_")
 
 
-def real_inputs(graph: SmallGraph, seed: int = 0) -> tuple[Any, ...]:
-    """Draw real tensors for a graph.
+def real_inputs(graph: SmallGraph) -> tuple[Any, ...]:
+    """Draw real tensors for a graph, the same at each call.
 
-    Args:
-        graph: the graph.
-        seed: equal seeds give equal tensors.
-
-    Returns:
-        One tensor for each placeholder, in their order, on the CPU: normally distributed, or 0 and 1 for
-        integers; trainable parameters require gradients. A number for a size that is a symbol.
+    One for each placeholder, in their order, on the CPU, normally distributed; trainable parameters require
+    gradients. A number for a size that is a symbol.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     return tuple(
         _drawn(value, generator) if isinstance(value, torch.Tensor) else _number(value)
         for value in graph.example_values
@@ -252,10 +247,7 @@ def real_inputs(graph: SmallGraph, seed: int = 0) -> tuple[Any, ...]:
 
 
 def _drawn(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    shape = tuple(map(_number, like.shape))
-    if not (like.is_floating_point() or like.is_complex()):
-        return torch.randint(0, 2, shape, generator=generator, dtype=like.dtype)
-    value = torch.randn(shape, generator=generator, dtype=like.dtype)
+    value = torch.randn(tuple(map(_number, like.shape)), generator=generator, dtype=like.dtype)
     return value.requires_grad_(is_trained(like))
 
 

@@ -61,15 +61,8 @@ def diagnose(
         UsageError: an argument cannot be used, or torch lacks a name that ddpopt uses.
         NotJudgedError: the model fails in eager, without DDP.
     """
-    require_supported()
     kwargs = dict(case.ddp_kwargs if ddp_kwargs is None else ddp_kwargs)
-    BucketConfig.from_kwargs(**kwargs)
-    if steps < 2:
-        raise UsageError(
-            f"steps: expected at least 2, because DDP rebuilds its buckets before the second, got {steps!r}"
-        )
-    if ranks < 1:
-        raise UsageError(f"nproc: expected at least 1, got {ranks!r}")
+    _require_usable(kwargs, steps, ranks)
     compiler = find_compiler(backend_of(backend))
     unused = find_unused(case, ranks, steps, tell)
     explanation, untraced = _explain(case, kwargs)
@@ -84,7 +77,6 @@ def diagnose(
             *unused_findings(unused, ignored, kwargs, steps),
             *option_findings(model, None if eager.failure else len(eager.buckets)),
         )
-    order = list(Weight)
     return Diagnosis(
         case=case.name,
         model=type(model).__name__,
@@ -92,10 +84,21 @@ def diagnose(
         steps=steps,
         ranks=ranks,
         torch_version=torch.__version__,
-        findings=tuple(sorted(findings, key=lambda finding: order.index(finding.weight))),
+        findings=tuple(sorted(findings, key=lambda finding: [*Weight].index(finding.weight))),
         buckets={run.mode: run.buckets for run in compiled if not run.failure},
         unused=unused,
     )
+
+
+def _require_usable(ddp_kwargs: Mapping[str, Any], steps: int, ranks: int) -> None:
+    require_supported()
+    BucketConfig.from_kwargs(**ddp_kwargs)
+    if steps < 2:
+        raise UsageError(
+            f"steps: expected at least 2, because DDP rebuilds its buckets before the second, got {steps!r}"
+        )
+    if ranks < 1:
+        raise UsageError(f"nproc: expected at least 1, got {ranks!r}")
 
 
 def _explain(case: Case, ddp_kwargs: Mapping[str, Any]) -> tuple[Explanation | None, str]:

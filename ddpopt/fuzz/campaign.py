@@ -53,11 +53,7 @@ class Campaign:
     """
 
     def __init__(
-        self,
-        journal: Journal,
-        plan: CampaignPlan,
-        limits: Budget,
-        tell: Tell = lambda _: None,
+        self, journal: Journal, plan: CampaignPlan, limits: Budget, tell: Tell = lambda _: None
     ) -> None:
         self.journal = journal
         self.plan = plan

@@ -53,14 +53,14 @@ def examine(ranks: Ranks, task: Task, tell: Callable[[str], None]) -> list[Answe
     try:
         case = Program(task.source).case()
     except Exception as error:
-        return _all(task, Outcome.EAGER, in_words(error))
+        return [_failed(name, Outcome.EAGER, in_words(error)) for name in task.modes]
     # Evaluation is compiled uncut; in the same time a campaign can train another model.
     subject = Subject(case, option(task.training), task.setting.steps, ranks.device, evaluates=False)
     with _limit_of(task), contextlib.closing(Bench(subject, ranks)) as bench:
         try:
             examination = _Examination(bench, task.setting)
             if examination.first is None:
-                return _all(task, Outcome.EAGER, bench.failures[0].text)
+                return [_failed(name, Outcome.EAGER, bench.failures[0].text) for name in task.modes]
             answers = []
             for name in task.modes:
                 tell(name)
@@ -86,12 +86,12 @@ def _answer(examination: _Examination, name: str) -> Answer:
     except Exception as error:
         if examination.bench.ranks.size > 1:
             raise  # otherwise the peers would wait
-        text = in_words(error)
-        return Answer(name, Outcome.BROKEN, of_error(text), text)
+        return _failed(name, Outcome.BROKEN, in_words(error))
 
 
-def _all(task: Task, kind: Outcome, detail: str) -> list[Answer]:
-    return [Answer(name, kind, of_error(detail), detail) for name in task.modes]
+def _failed(name: str, kind: Outcome, reason: str) -> Answer:
+    """The answer for a mode that gave no numbers to judge."""
+    return Answer(name, kind, of_error(reason.removeprefix("refused: ")), reason)
 
 
 @contextlib.contextmanager
@@ -137,12 +137,9 @@ class _Examination:
             trial = self._judged(reference, name)
         if trial.status is Status.OK:
             return Answer(name, Outcome.OK)
-        if trial.status is Status.BROKEN:
-            return _unjudged(name, trial)
         if trial.status is not Status.WRONG:
-            return Answer(
-                name, Outcome.REFUSED, of_error(trial.reason.removeprefix("refused: ")), trial.reason
-            )
+            kind = Outcome.BROKEN if trial.status is Status.BROKEN else Outcome.REFUSED
+            return _failed(name, kind, trial.reason)
         return self._blamed(name, trial, reference)
 
     def _judged(self, reference: Reference | None, name: str, exact: bool | None = None) -> Trial:
@@ -160,8 +157,8 @@ class _Examination:
         if name == WHOLE:
             return self._of_backend(name, trial.findings)
         whole = self._judged(reference, WHOLE)
-        if whole.status is Status.BROKEN:
-            return _unjudged(name, whole)
+        if whole.status is Status.BROKEN:  # its ranks only waited
+            return _failed(name, Outcome.BROKEN, whole.reason)
         own = own_findings(trial.findings, whole.findings)
         rounds = not own and not _fails(whole.findings)
         if rounds and not _numbers(self._beyond_rounding(WHOLE, whole.findings)):
@@ -185,11 +182,6 @@ class _Examination:
         if self.backend not in EXACT or _fails(found) or not _numbers(found):
             return found
         return beyond_rounding(found, self._judged(self.full, name, exact=False))
-
-
-def _unjudged(name: str, trial: Trial) -> Answer:
-    """The answer for a mode whose ranks, or those of the mode it is compared with, only waited."""
-    return Answer(name, Outcome.BROKEN, of_error(trial.reason), trial.reason)
 
 
 def own_findings(found: Sequence[Finding], whole: Sequence[Finding]) -> list[Finding]:

@@ -85,11 +85,7 @@ def script_of(case: FoundCase, name: str) -> str:
             **_factors(),
         }
     else:
-        given |= {
-            "name": case.stem,
-            "mode": case.owner_mode,
-            "training": case.model.training,
-        }
+        given |= {"name": case.stem, "mode": case.owner_mode, "training": case.model.training}
     return rendered("model.jinja" if alone else "judged.jinja", given, "fuzz/scripts")
 
 

@@ -194,10 +194,7 @@ def communication_bound(terms: Sum, own: torch.dtype, sent_as: torch.dtype | Non
 
 
 def communication(
-    got: Tensor,
-    terms: Sum,
-    sent_as: torch.dtype | None = None,
-    eager: Tensor | None = None,
+    got: Tensor, terms: Sum, sent_as: torch.dtype | None = None, eager: Tensor | None = None
 ) -> Difference:
     """L1: compare a reduced gradient with the mean of the local ones, within `communication_bound`.
 

@@ -240,7 +240,6 @@ def verify_here(
     backend: Any = "aot_eager",
     options: Sequence[str] = OPTIONS_BY_DEFAULT,
     steps: int = STEPS,
-    trial_limit_s: float = TRIAL_LIMIT_S,
 ) -> Verdict:
     """Verify a case on the ranks of the default process group; a collective of all ranks.
 
@@ -251,7 +250,6 @@ def verify_here(
         backend: as for `verify`.
         options: as for `verify`.
         steps: as for `verify`.
-        trial_limit_s: as for `verify`; at the limit this process ends.
 
     Returns:
         The verdict, the same on every rank.
@@ -261,7 +259,7 @@ def verify_here(
     """
     modes = (mode,) if mode else (mode_of(strategy),)
     requests = [Request(case, name, modes) for name in options]
-    settings = Settings(backend, steps, trial_limit_s=trial_limit_s)
+    settings = Settings(backend, steps)
     with generators_kept(), joined(timeout_s=_waits_s(settings)) as ranks:
         checked(requests, settings, ranks.size)
         return _verdict(case.name, ranks.size, run_trials(ranks, requests, settings), hardware(ranks.device))

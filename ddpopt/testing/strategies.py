@@ -27,12 +27,7 @@ _READS = st.sampled_from((0, 0, 0, 0, 1, 1, 2, 3, 5))
 
 
 @st.composite
-def models(
-    draw: st.DrawFn,
-    *,
-    without: Iterable[str] = (),
-    max_steps: int = 8,
-) -> DrawnModel:
+def models(draw: st.DrawFn, *, without: Iterable[str] = (), max_steps: int = 8) -> DrawnModel:
     """Draw a small model with its inputs and its loss.
 
     It runs forward and backward with finite results, and repeats bit for bit. Each feature that it has is

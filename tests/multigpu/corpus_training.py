@@ -16,17 +16,9 @@ from tests.multigpu.models import hook_that_sees, roundings
 
 STRATEGIES: tuple[Strategy, ...] = ("split", "inline")
 RANKS_MATTER = (
-    "experts_per_rank",
-    "recommender",
-    "ignored",
-    "unused",
-    "unused_static",
-    "dropout",
-    "buffers",
-    "static_twice",
-    "uneven_ranks",
-    "synced_norm",
-)
+    "experts_per_rank", "recommender", "ignored", "unused", "unused_static", "dropout", "buffers",
+    "static_twice", "uneven_ranks", "synced_norm",
+)  # fmt: skip
 """Cases that train on ranks by day too: ranks differ in them, or DDP does something else than average."""
 STEPS = 3
 CAP_MB = 0.5

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
-import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -16,18 +15,15 @@ from ddpopt.errors import NoAnswerError, PlanMismatchError
 from ddpopt.planning.bucket_rule import specs_from_ddp
 from ddpopt.planning.plan import Plan
 from ddpopt.ranks.group import Ranks
-from tests.multigpu.models import Gradients, arbitrary_plan, gradients_of, hook_that_sees, plan_of
+from tests.multigpu.models import arbitrary_plan, hook_that_sees, plan_of
 from tests.multigpu.training import (
     SETTINGS,
     STEPS,
-    UNUSED,
     Buckets,
     Setting,
     alike,
-    backward,
     batch,
     build,
-    loss,
     train,
 )
 
@@ -176,25 +172,3 @@ def test_a_decision_that_raises_on_one_rank_raises_on_all_and_leaves_ddps_own_re
     assert after == before
     assert works
     assert seconds < SOON_S
-
-
-def test_a_gradient_that_existed_before_the_decision_says_nothing_about_use(ranks: Ranks) -> None:
-    def run(ddp: DistributedDataParallel, seen: list[Buckets]) -> list[Gradients]:
-        for parameter in ddp.parameters():
-            parameter.grad = torch.full_like(parameter, ranks.rank + 1.0)
-        with ddp.no_sync():
-            for part in (1, 2):
-                backward(loss(ddp(batch(ranks, 0, part), use_optional=False)))
-        seen.append([])
-        backward(loss(ddp(batch(ranks, 0), use_optional=False)))
-        return [gradients_of(ddp.module)]
-
-    setting = Setting(arguments=UNUSED)
-    plain, ddp = build(setting, ranks), build(setting, ranks)
-    seen: list[Buckets] = []
-    watch(ddp, seen)
-    plan = arbitrary_plan(ddp, 8)
-    defer(ddp, lambda: plan)
-    gradients, expected = run(ddp, seen), run(plain, [[]])
-    assert seen == [wanted_of(plan)]
-    assert alike(ranks, gradients, expected)

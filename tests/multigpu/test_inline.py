@@ -48,13 +48,9 @@ NOTHING_EARLY = {"static graph, one backward", "one backward"}
 WHOLE = {"used while accumulating", "one bucket"}
 """A graph is compiled whole; in the first, that of rank 0 that comes second, before a plan is in force."""
 RANKS_DIFFER = (
-    "default",
-    "static graph, unused on others",
-    "static graph, one backward",
-    "unused somewhere",
-    "used while accumulating",
-    "one backward",
-)
+    "default", "static graph, unused on others", "static graph, one backward", "unused somewhere",
+    "used while accumulating", "one backward",
+)  # fmt: skip
 """Or nothing may be handed over; corpus cases, and options of verification, train the others on ranks."""
 WAYS = {
     **{name: SETTINGS[name] for name in RANKS_DIFFER},

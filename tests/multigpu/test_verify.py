@@ -32,9 +32,7 @@ BOTH = ("ddpopt-split", "ddpopt-inline")
 PLAIN, NORMED = CASES[0], CASES[2]
 SMALL_WIDTH = 32
 ON_GPUS = torch.cuda.is_available()
-NOT_ON_A_CPU = {
-    "hook_bf16": "BF16 all reduce communication hook required CUDA",
-}
+NOT_ON_A_CPU = {"hook_bf16": "BF16 all reduce communication hook required CUDA"}
 BY_DAY = (
     ("plan", "plain", "default"),
     ("compiled code", "weight_norm", "default"),

@@ -287,35 +287,15 @@ def custom_function(sketch: Sketch) -> fx.Node:
 
 Step = Callable[[Sketch], fx.Node | None]
 _PURE_STEPS: tuple[Step, ...] = (
-    _linear,
-    _parameters_in_a_list,
-    _add,
-    _activation,
-    _dropout,
-    _views,
-    _detached_parameter,
-    _constant,
-    checkpoint,
-    cond,
-    _low_precision,
-)
+    _linear, _parameters_in_a_list, _add, _activation, _dropout, _views, _detached_parameter, _constant,
+    checkpoint, cond, _low_precision,
+)  # fmt: skip
 STEPS: tuple[Step, ...] = (
-    *_PURE_STEPS,
-    _chunks,
-    _later_item,
-    _mutated_sum,
-    _mutated_view,
-    _reshaped_view,
-    _mutated_input,
-    _mutated_buffer,
-    _no_grad_span,
-    _autocast_span,
-    _batch_norm,
-    _mutated_twice,
-    _counted_buffer,
+    *_PURE_STEPS, _chunks, _later_item, _mutated_sum, _mutated_view, _reshaped_view, _mutated_input,
+    _mutated_buffer, _no_grad_span, _autocast_span, _batch_norm, _mutated_twice, _counted_buffer,
     # before 2.13 Dynamo wrote such a call in another way
     *([custom_function] if TorchVersion(torch.__version__) >= "2.13" else []),
-)
+)  # fmt: skip
 
 
 def _value(sketch: Sketch) -> tuple[fx.Node, ...]:

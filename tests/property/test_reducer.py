@@ -11,12 +11,7 @@ from hypothesis import strategies as st
 from torch import distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ddpopt.planning.bucket_rule import (
-    ParamSpec,
-    initial_buckets,
-    ready_buckets,
-    rebuilt_buckets,
-)
+from ddpopt.planning.bucket_rule import ParamSpec, initial_buckets, ready_buckets, rebuilt_buckets
 from ddpopt.planning.limits import BucketConfig
 from tests.profiles import share
 from tests.property.strategies import bucket_configs, parameter_lists

@@ -7,28 +7,20 @@ from unittest.mock import patch
 
 import torch
 from hypothesis import event, example, given
-from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
-from ddpopt.ddp.reducer_buckets import running_buckets
 from ddpopt.fuzz.cases import read_model
 from ddpopt.fuzz.questions import Answer, Outcome, Setting
 from ddpopt.judge.judging.reference import Bench
 from ddpopt.judge.modes import Mode
-from ddpopt.planning.bucket_rule import initial_buckets, rebuilt_buckets, specs_from_ddp
-from ddpopt.planning.limits import BucketConfig
 from ddpopt.planning.plan import Plan
 from ddpopt.ranks.group import Ranks
 from ddpopt.testing.drawn import DrawnModel, step
 from ddpopt.testing.strategies import models
 from tests.found import FOLDER, OURS, examined
 from tests.profiles import share
-from tests.property.stepping import (
-    MARKS,
-    STRATEGIES,
-    Run,
-    eager,
-)
+from tests.property.stepping import MARKS, STRATEGIES, Run, eager
+from tests.unit.rehearsing import assert_buckets_as_predicted
 
 pytestmark = MARKS
 Test = Callable[..., None]
@@ -81,29 +73,6 @@ def assert_right(answers: list[Answer]) -> None:
 SPARSE = DrawnModel(
     steps=(step("linear"), step("linear", layer="tied"), step("embedding", gradient="sparse"))
 )
-STEPS = 3
-"""The reducer has rebuilt its buckets by then."""
-
-
-def in_buckets(ddp: DistributedDataParallel) -> list[tuple[str, ...]]:
-    return [bucket.params for bucket in running_buckets(ddp)]
-
-
-def train(run: Run) -> list[str]:
-    """Run some steps; the parameters in the order in which the first of them completed their gradients."""
-    ready: list[str] = []
-    names = {id(param): name for name, param in run.model.named_parameters()}
-    hooks = [
-        param.register_post_accumulate_grad_hook(lambda p: ready.append(names[id(p)]))  # type: ignore[no-untyped-call]
-        for param in run.model.parameters()
-        if param.requires_grad
-    ]
-    for number in range(STEPS):
-        run.forward(number)
-        run.backward()
-        for hook in hooks:
-            hook.remove()
-    return list(dict.fromkeys(ready))
 
 
 @share(0.5)
@@ -111,14 +80,10 @@ def train(run: Run) -> list[str]:
 @example(SPARSE)
 def test_the_reducers_buckets_are_those_of_the_rule(drawn: DrawnModel) -> None:
     run = Run(drawn, eager)
-    ready = train(run)
-    config, specs = BucketConfig.from_ddp(run.ddp), specs_from_ddp(run.ddp)
-    if config.rebuilds:
-        by_name = {spec.name: spec for spec in specs}
-        ordered = [by_name[name] for name in ready if name in by_name]
-        expected = rebuilt_buckets(ordered, config)
-    else:
+
+    def train(number: int) -> None:
+        run.forward(number)
+        run.backward()
+
+    if not assert_buckets_as_predicted(run.ddp, train).rebuilds:
         event("the reducer never rebuilds")
-        ordered, expected = list(specs), initial_buckets(specs, config)
-    found = in_buckets(run.ddp)
-    assert found == [tuple(ordered[place].name for place in bucket) for bucket in expected]

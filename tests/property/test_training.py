@@ -17,29 +17,13 @@ from ddpopt.judge.judging.rounding import SAMPLES
 from ddpopt.testing.drawn import DrawnModel, known_features, step
 from ddpopt.testing.strategies import models
 from tests.profiles import share
-from tests.property.stepping import (
-    MARKS,
-    Run,
-    Strategy,
-    compiled,
-    differing,
-    eager,
-    is_rounding,
-)
+from tests.property.stepping import MARKS, Run, Strategy, compiled, differing, eager, is_rounding
 
 # Not where plain aot_eager is not bitwise (graph breaks), nor what freezing would make unused.
 FEATURES = {
-    "matmul",
-    "norm",
-    "norm-with-buffers",
-    "residual",
-    "tied-parameter",
-    "keyword-parameter",
-    "in-place",
-    "buffer-update",
-    "dynamic-batch",
-    "size",
-}
+    "matmul", "norm", "norm-with-buffers", "residual", "tied-parameter", "keyword-parameter", "in-place",
+    "buffer-update", "dynamic-batch", "size",
+}  # fmt: skip
 pytestmark = MARKS
 
 GRAPHS_OF_A_SHAPE = 4
@@ -203,27 +187,15 @@ TestTraining.settings = settings(share(0.04), stateful_step_count=16)
 
 # Every rule at least once, whatever a profile draws; what was forward goes backward.
 SCRIPT: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("forward", {"synchronized": False}),
-    ("put_gradients_aside", {}),
-    ("register_again", {"place": 0}),
-    ("forward", {"synchronized": True}),
-    ("step_of_optimizer", {}),
-    ("save", {}),
-    ("zero_grad", {"set_to_none": True}),
-    ("forward", {"synchronized": False}),
-    ("put_gradients_aside", {}),
-    ("forward", {"synchronized": True}),
-    ("step_of_optimizer", {}),
-    ("zero_grad", {"set_to_none": False}),
-    ("another_batch", {}),
-    ("switch", {"training": False}),
-    ("switch", {"training": True}),
-    ("load", {}),
-    ("reset_compiled_code", {}),
+    ("forward", {"synchronized": False}), ("put_gradients_aside", {}), ("register_again", {"place": 0}),
+    ("forward", {"synchronized": True}), ("step_of_optimizer", {}), ("save", {}),
+    ("zero_grad", {"set_to_none": True}), ("forward", {"synchronized": False}),
+    ("put_gradients_aside", {}), ("forward", {"synchronized": True}), ("step_of_optimizer", {}),
+    ("zero_grad", {"set_to_none": False}), ("another_batch", {}), ("switch", {"training": False}),
+    ("switch", {"training": True}), ("load", {}), ("reset_compiled_code", {}),
     ("freeze_or_unfreeze", {"place": 0, "trained": False}),
-    ("freeze_or_unfreeze", {"place": 0, "trained": True}),
-    ("step_of_optimizer", {}),
-)
+    ("freeze_or_unfreeze", {"place": 0, "trained": True}), ("step_of_optimizer", {}),
+)  # fmt: skip
 LAYERS = DrawnModel(steps=(step("linear"), step("batch_norm"), step("linear"), step("linear")))
 
 

@@ -23,12 +23,7 @@ from ddpopt.planning.planner import plan_graph
 from ddpopt.split.partition import partition
 from tests.graph_builder import GraphBuilder, SmallGraph
 from tests.profiles import share
-from tests.property.drawn_graphs import (
-    cut_wherever_it_can_be,
-    facts_of,
-    prove,
-    small_configs,
-)
+from tests.property.drawn_graphs import cut_wherever_it_can_be, facts_of, prove, small_configs
 from tests.property.graph_steps import STEPS, Sketch, Step
 from tests.property.strategies import parameter_lists
 

@@ -22,35 +22,15 @@ AT_LEAST = 200
 MODES = ("ddpopt-split", "ddpopt-inline")
 WITH_INDUCTOR = ("tied", "buffers", "frozen")
 WITH_ROUNDING = (
-    "tied",
-    "called_twice",
-    "frozen",
-    "in_place",
-    "views_in_place",
-    "dropout",
-    "buffers",
-    "mixed_dtypes",
-    "complex",
-    "transposed",
-)
+    "tied", "called_twice", "frozen", "in_place", "views_in_place", "dropout", "buffers", "mixed_dtypes",
+    "complex", "transposed",
+)  # fmt: skip
 UNDER_OPTIONS = ("tied", "called_twice", "frozen", "in_place", "buffers", "list", "dict", "shared_module")
 OPTIONS = (
-    "accumulation",
-    "bucket_view",
-    "zero_in_place",
-    "clipping",
-    "two_forwards",
-    "batched_copy",
-    "tensor_hook",
-    "scaling",
-    "hook_allreduce",
-    "no_broadcast",
-    "module_hooks",
-    "find_unused",
-    "forward_in_no_sync",
-    "bucket_view_kept",
-    "accumulated_hook",
-)
+    "accumulation", "bucket_view", "zero_in_place", "clipping", "two_forwards", "batched_copy",
+    "tensor_hook", "scaling", "hook_allreduce", "no_broadcast", "module_hooks", "find_unused",
+    "forward_in_no_sync", "bucket_view_kept", "accumulated_hook",
+)  # fmt: skip
 
 
 def rounding(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Any:

@@ -314,10 +314,7 @@ FAULTS: dict[str, tuple[str, Tamper]] = {
         "L3",
         during_call(lambda t: setattr(t.parallel.model.one, "grad", torch.zeros(WIDTH)), in_evaluation),
     ),
-    "a draw of random numbers in evaluation": (
-        "L3",
-        during_call(lambda _: torch.rand(1), in_no_grad),
-    ),
+    "a draw of random numbers in evaluation": ("L3", during_call(lambda _: torch.rand(1), in_no_grad)),
     "a buffer in evaluation": (
         "L0",
         during_call(lambda t: next(t.parallel.model.buffers()).add_(1), in_no_grad),

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
 
 import ddpopt
 from tests.multigpu.models import gradients_of, hand_overs, same
@@ -32,24 +31,6 @@ class Net(nn.Module):
         return x
 
 
-class Broken(Net):
-    """The same in two graphs."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        first, second, third = self.layers
-        x = first(x).tanh()
-        torch._dynamo.graph_break()
-        out: Tensor = third(second(x).tanh()).tanh()
-        return out
-
-
-def tied(factory: Callable[[], Net]) -> Net:
-    """The first layer and the last one share their weight."""
-    model = factory()
-    model.layers[2].weight = model.layers[0].weight
-    return model
-
-
 class ViewLeaves(Net):
     """The first graph gives the second one a view of a weight."""
 
@@ -59,18 +40,6 @@ class ViewLeaves(Net):
         x = second(first(x).tanh()).tanh()
         torch._dynamo.graph_break()
         return x @ weight + self.get_parameter("layers.2.bias")
-
-
-class Checkpointed(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = checkpoint(_activated, layer, x, use_reentrant=False)
-        return x
-
-
-def _activated(layer: nn.Module, x: Tensor) -> Tensor:
-    out: Tensor = layer(x).tanh()
-    return out
 
 
 class Scaling(Net):
@@ -85,34 +54,24 @@ class Scaling(Net):
 
 
 class Scaled(torch.autograd.Function):
-    """Multiplies by a scale, whose gradient has nothing to do with the loss."""
+    """Multiplies by a scale that gets no gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: Tensor, decays: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
         ctx.save_for_backward(scale)
-        ctx.decays = decays
         return x * scale
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (scale,) = ctx.saved_tensors
-        return gradient * scale, scale * 0.1 if ctx.decays else None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.saved_tensors[0], None
 
 
 class WithoutGradient(Scaling):
     """A parameter that the graph reads, and for which its backward has no gradient."""
 
-    decays = False
-
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = Scaled.apply(Net.forward(self, x), self.scale, self.decays)  # type: ignore[no-untyped-call]
+        out: Tensor = Scaled.apply(Net.forward(self, x), self.scale)  # type: ignore[no-untyped-call]
         return out
-
-
-class Decaying(WithoutGradient):
-    """A parameter whose gradient could be computed in forward."""
-
-    decays = True
 
 
 class Raising(torch.autograd.Function):
@@ -150,13 +109,11 @@ class RaisingInTheMiddle(Net):
 class Twins:
     """An eager DDP module and an inline one, with equal weights."""
 
-    def __init__(
-        self, factory: Callable[[], nn.Module] = Net, *, buckets: Any = "plan", **arguments: Any
-    ) -> None:
+    def __init__(self, factory: Callable[[], nn.Module] = Net, **arguments: Any) -> None:
         torch._dynamo.reset()
         arguments = {"bucket_cap_mb": LAYER_MB, **arguments}
         self.eager, self.inline = (DistributedDataParallel(factory(), **arguments) for _ in range(2))
-        self.step = ddpopt.compile(self.inline, backend="aot_eager", strategy="inline", buckets=buckets)
+        self.step = ddpopt.compile(self.inline, backend="aot_eager", strategy="inline")
 
     @property
     def each(self) -> list[tuple[Any, DistributedDataParallel]]:

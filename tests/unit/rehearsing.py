@@ -71,9 +71,7 @@ def running_buckets(ddp: Any, step: Callable[..., Any], *inputs: Tensor) -> list
     """The buckets of a reducer after four steps."""
     for _ in range(4):
         step(*inputs).square().mean().backward()
-    specs = specs_from_ddp(ddp)
-    rebuilt: str = ddp._get_ddp_logging_data()["rebuilt_per_bucket_param_indices"]
-    return [tuple(specs[int(index)].name for index in bucket.split()) for bucket in rebuilt.split(",")]
+    return _running(ddp)
 
 
 def assert_buckets_as_predicted(ddp: Any, train: Callable[[int], object]) -> BucketConfig:

@@ -51,9 +51,7 @@ def turned(w: Writer, x: str, *, body: Body, by: str) -> str:
 
 
 @register_block(
-    "matmul",
-    options={"layer": LAYER, "by": {"vmap": "vmap", "grad": "functional-grad"}},
-    pure=False,
+    "matmul", options={"layer": LAYER, "by": {"vmap": "vmap", "grad": "functional-grad"}}, pure=False
 )
 def transformed(w: Writer, x: str, *, by: str) -> str:
     """Run two layers for each row, or differentiate their output, with ``torch.func``."""

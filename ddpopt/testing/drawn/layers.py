@@ -8,11 +8,7 @@ from ddpopt.testing.drawn.writer import LAYER, Writer
 
 @register_block(
     "matmul",
-    options={
-        "layer": LAYER,
-        "bias": (True, False),
-        "call": {"module": None, "keyword": "keyword-parameter"},
-    },
+    options={"layer": LAYER, "bias": (True, False), "call": {"module": None, "keyword": "keyword-parameter"}},
 )
 def linear(w: Writer, x: str, *, bias: bool, call: str) -> str:
     """Call a linear layer, or read its parameters by keyword."""

@@ -53,7 +53,7 @@ INSIDE = {
 KEPT = {
     "checkpoints": "def inside(x):\n    {t}.clamp_(max=1.0)\n    return x * {t}.mean()\n"
     "{y} = {z}(checkpoint(inside, {y}, use_reentrant=False))\n"
-    "{y} = checkpoint(inside, {y}, use_reentrant=False)",
+    "{y} = checkpoint(inside, {y}, use_reentrant=False)"
 }
 WAYS: Mapping[str, tuple[int, Mapping[str, str], tuple[str, ...]]] = {
     "written": (8, METHODS, ()),

@@ -25,10 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning")
 FAILURE = FailureSignature("error", "AssertionError", "distributed.py in __init__")
 # torch's optimizer takes no cap below 1 MiB
 CASE = FoundCase(
-    DrawnModel(width=4, cap_bytes=1),
-    "torch",
-    Setting("eager", steps=1, lowers_limit=False),
-    FAILURE,
+    DrawnModel(width=4, cap_bytes=1), "torch", Setting("eager", steps=1, lowers_limit=False), FAILURE
 )
 
 

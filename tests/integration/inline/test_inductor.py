@@ -17,6 +17,7 @@ import ddpopt
 from ddpopt.ddp.ready_hooks import ReadyHooks
 from ddpopt.inline import inductor
 from ddpopt.inline.handover import COPIED, LATE, TAKEN, Call
+from ddpopt.testing.drawn import DrawnModel, step
 
 pytestmark = pytest.mark.usefixtures("one_rank_group", "fresh_dynamo")
 
@@ -177,18 +178,8 @@ def test_gradients_that_are_kept_handed_over_and_returned_share_no_memory(
     assert len({gradient.data_ptr() for gradient in found if gradient is not None}) == 3
 
 
-class Scaled(nn.Module):
-    """Reads a parameter by arithmetic that Inductor would put off until what follows has need of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
-        self.scale = nn.Parameter(torch.randn(16))
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.last((self.first(x).roll(1, 0) * self.scale).sort(1)[0])
-        return out
+# reads a parameter by arithmetic that Inductor would put off until what follows has need of it
+REORDERED = DrawnModel((step("linear"), step("reordered", by="sort"), step("linear")), width=16)
 
 
 def test_an_optimizer_in_the_communication_hook_changes_no_gradient_of_its_step() -> None:
@@ -201,7 +192,7 @@ def test_an_optimizer_in_the_communication_hook_changes_no_gradient_of_its_step(
 
     trained = []
     for compiled in (False, True):
-        ddp = DistributedDataParallel(Scaled(), bucket_cap_mb=1e-6)
+        ddp = DistributedDataParallel(REORDERED.program.model(), bucket_cap_mb=1e-6)
         ddp.register_comm_hook(None, stepping)
         call = ddpopt.compile(ddp, strategy="inline") if compiled else ddp
         trained.append(gradients(ddp.module, call, drawn(*SIZE)))
@@ -237,11 +228,11 @@ def test_gradients_that_go_together_accumulate_and_are_reduced_as_eagers(sparse:
         for _ in range(2)
     )
     compiled = ddpopt.compile(compiled_ddp, strategy="inline")
-    for step in range(4):
+    for number in range(4):
         found = []
         for call, ddp in ((compiled, compiled_ddp), (eager, eager)):
-            with ddp.no_sync() if step % 2 == 0 else nullcontext():
-                found.append(gradients(ddp, call, drawn(4, 8, seed=step)))
+            with ddp.no_sync() if number % 2 == 0 else nullcontext():
+                found.append(gradients(ddp, call, drawn(4, 8, seed=number)))
         torch.testing.assert_close(*found)
         assert compiled_ddp.module.table.weight.grad.is_sparse == sparse
 
@@ -274,8 +265,8 @@ def test_compiled_code_that_reads_gradients_reads_those_of_before_the_backward(r
         if not as_view:
             last.grad = flat[0]
         weight = torch.ones(8, 8)
-        for step in range(3):
-            model(drawn(4, 8, seed=step), weight if as_view else flat.select(0, 0)).backward()
+        for number in range(3):
+            model(drawn(4, 8, seed=number), weight if as_view else flat.select(0, 0)).backward()
             found[compiled] += [p.grad.clone() for p in ddp.parameters() if p.grad is not None]
             assert last.grad is not None
             weight = last.grad

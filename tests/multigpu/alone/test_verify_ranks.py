@@ -165,8 +165,7 @@ def test_arguments_that_make_no_sense_are_refused_before_anything_starts() -> No
 
 
 def test_each_rank_that_raises_is_reported_and_nothing_else(
-    capfd: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     def task(ranks: Ranks) -> None:
         with ranks.limited(AMPLE_S, "the step"):
@@ -264,9 +263,7 @@ def test_a_rank_that_a_signal_ends_is_reported_with_what_it_had_said_and_the_cal
     assert (error.exit_code, heard) == (3, ["before"])
 
 
-def test_a_rank_that_exits_without_a_value_has_died_and_its_peers_are_not_waited_for(
-    tmp_path: Path,
-) -> None:
+def test_a_rank_that_exits_without_a_value_has_died_and_its_peers_are_not_waited_for(tmp_path: Path) -> None:
     joined = tmp_path / "joined"
 
     def task(ranks: Ranks) -> None:

@@ -110,13 +110,6 @@ def test_only_ddp_modules_have_buckets() -> None:
     )
 
 
-def test_a_compiled_ddp_module_is_a_ddp_module() -> None:
-    ddp = DistributedDataParallel(nn.Linear(1, 1))
-    compiled = torch.compile(ddp, backend="eager")
-    assert isinstance(compiled, nn.Module)
-    assert ddp_module(compiled) is ddp
-
-
 def test_options_that_leave_no_buckets_to_plan_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     ddp: Any = DistributedDataParallel(nn.Linear(1, 1))
     monkeypatch.setattr(ddp, "mixed_precision", object())

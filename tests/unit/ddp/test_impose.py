@@ -6,13 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from ddpopt.ddp.deferral import defer
 from ddpopt.ddp.impose import impose, imposed_plan
 from ddpopt.errors import PlanMismatchError, UsageError
 from ddpopt.planning.plan import Plan
 from tests.multigpu.models import arbitrary_plan, gradients_of, same, step, towers
 
 pytestmark = pytest.mark.usefixtures("one_rank_group")
+c10d: Any = dist  # torch does not mark its re-exports
 
 
 def test_a_plan_that_does_not_fit_or_comes_at_a_bad_moment_changes_nothing() -> None:
@@ -30,13 +33,17 @@ def test_a_plan_that_does_not_fit_or_comes_at_a_bad_moment_changes_nothing() -> 
 
 
 @pytest.mark.parametrize("arguments", [{}, {"static_graph": True}])
-def test_copies_and_pickles_have_ddps_own_buckets_again(arguments: dict[str, Any]) -> None:
+@pytest.mark.parametrize("give", [impose, lambda ddp, plan: defer(ddp, lambda: plan)], ids=["now", "later"])
+def test_copies_and_pickles_have_ddps_own_buckets_again(give: Any, arguments: dict[str, Any]) -> None:
     ddp = towers(**arguments)
-    impose(ddp, arbitrary_plan(ddp, 1))
+    give(ddp, plan := arbitrary_plan(ddp, 1))
     for copied in (copy.deepcopy(ddp), pickle.loads(pickle.dumps(ddp))):
-        assert imposed_plan(copied) is None
+        assert isinstance(copied.reducer, c10d.Reducer)
+        assert isinstance(copied.logger, c10d.Logger)
         step(copied)
+        assert imposed_plan(copied) is None
     step(ddp)
+    assert imposed_plan(ddp) == plan
 
 
 def test_gradients_that_are_views_of_the_old_buckets_keep_their_values() -> None:

@@ -78,8 +78,6 @@ MUTATING: dict[str, tuple[Write, str]] = {
         function(torch.fused_moving_avg_obs_fake_quant, 0, 0, 0, A, B, C, A, 0.1, 0, 255, 0), "x0 x1 x2"
     ),
     "__imul__": (method("__imul__", A, B), "x0"),
-    "resize_": (method("resize_", A, 2), "x0"),
-    "apply_": (method("apply_", A, abs), "x0"),
     "method of the class": (function(torch.Tensor.mul_, A, B), "x0"),
     "a function of the user": (function(lambda *_: None, A, [B]), "x0 x1"),
     "a function that Dynamo makes": (function(dynamo.same, A, B), "x0 x1"),
@@ -91,7 +89,6 @@ MUTATING: dict[str, tuple[Write, str]] = {
 }  # fmt: skip
 
 PURE: dict[str, Write] = {
-    "method": method("add", A, B),
     "F.relu(inplace=False)": function(F.relu, A, inplace=False),
     "F.linear": function(F.linear, A, B),
     "torch._C._nn.linear": function(torch._C._nn.linear, A, B),

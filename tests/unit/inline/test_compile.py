@@ -21,6 +21,7 @@ from ddpopt.planning.facts import GraphFacts, ParamUse
 from ddpopt.planning.plan import Bucket
 from ddpopt.planning.strategy import why_not_inline
 from tests.multigpu.models import gradients_of, same
+from tests.unit.rehearsing import Linears
 from tests.unit.tracing import Recorder, written
 
 pytestmark = pytest.mark.usefixtures("one_rank_group", "fresh_dynamo")
@@ -30,15 +31,10 @@ CAP_MB = 4 * 8 * 8 / 2**20
 """One weight a bucket."""
 
 
-class Two(nn.Module):
+class Two(Linears):
     def __init__(self) -> None:
-        super().__init__()
         torch.manual_seed(0)
-        self.first = nn.Linear(8, 8)
-        self.last = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.first(x).relu())  # type: ignore[no-any-return]  # of torch
+        super().__init__(8, 2)
 
 
 @dataclass
@@ -112,7 +108,7 @@ class Writes(Two):
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
-            self.first.weight.mul_(0.5)
+            self.layers[0].get_parameter("weight").mul_(0.5)
         return super().forward(x)
 
 
@@ -125,7 +121,7 @@ class Unseen(Two):
     """Dynamo does not look into a function that reads a parameter."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(scaled(x, self.first.weight))
+        return super().forward(scaled(x, self.layers[0].get_parameter("weight")))
 
 
 @pytest.mark.parametrize(
@@ -146,8 +142,7 @@ def test_auto_compiles_one_graph_inline_and_a_single_bucket_whole(
 
 @pytest.mark.parametrize(("strategy", "level"), [("inline", "WARNING"), ("auto", "INFO")])
 @pytest.mark.parametrize(
-    ("factory", "why"),
-    [(Writes, "is written to in the graph"), (Unseen, "may be written to by 'scaled'")],
+    ("factory", "why"), [(Writes, "is written to in the graph"), (Unseen, "may be written to by 'scaled'")]
 )
 def test_a_graph_that_may_write_to_a_parameter_is_split_and_says_why(
     strategy: str, level: str, factory: type[Two], why: str, said: Callable[[], list[str]]
@@ -158,7 +153,7 @@ def test_a_graph_that_may_write_to_a_parameter_is_split_and_says_why(
     assert same([gradients_of(model)], [gradients_of(eager)])
     assert len(compiler.graphs) == 2
     assert said()[0] == (
-        f"{level}: ddpopt: a graph is split and not compiled inline: parameter 'first.weight' {why}"
+        f"{level}: ddpopt: a graph is split and not compiled inline: parameter 'layers.0.weight' {why}"
     )
 
 

@@ -17,14 +17,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from ddpopt.dynamo.quiet import gc_paused
+from ddpopt.testing.drawn import DrawnModel, Step, step
 from tests.multigpu.models import hand_overs
 from tests.unit.inline_twins import (
     ALL,
     LAYER_MB,
+    WIDTH,
     Act,
-    Broken,
-    Checkpointed,
-    Decaying,
     Net,
     Raising,
     RaisingInTheMiddle,
@@ -36,7 +35,6 @@ from tests.unit.inline_twins import (
     error_of,
     loss,
     rows,
-    tied,
     train,
     without,
 )
@@ -239,41 +237,34 @@ def frozen_and_ignored() -> Net:
     return model
 
 
-@pytest.mark.parametrize(
-    ("model", "cap_mb", "expected"),
-    [
-        pytest.param(WithoutGradient, TINY_MB, ALL, id="a parameter without a gradient holds up no other"),
-        pytest.param(WithoutGradient, LAYER_MB, ALL, id="nor in a bucket with others"),
-        pytest.param(Decaying, LAYER_MB, ["scale", *ALL], id="a gradient that needs nothing of the loss"),
-        pytest.param(Broken, TINY_MB, ALL, id="graph breaks"),
-        pytest.param(Checkpointed, LAYER_MB, ALL, id="checkpointed layers"),
-        pytest.param(ViewLeaves, TINY_MB, without("layers.2.weight"), id="a view of a weight leaves a graph"),
-        pytest.param(
-            functools.partial(tied, Net),
-            LAYER_MB,
-            without("layers.2.weight"),
-            id="a weight that one graph reads twice",
-        ),
-        pytest.param(
-            functools.partial(tied, Broken),
-            TINY_MB,
-            without("layers.0.weight", "layers.2.weight"),
-            id="a weight that two graphs read waits",
-        ),
-        pytest.param(
-            frozen_and_ignored,
-            TINY_MB,
-            without("layers.1.weight", "layers.1.bias", "layers.2.weight"),
-            id="what is frozen or ignored",
-        ),
-    ],
-)
-def test_gradients_are_eagers_and_handed_over_where_they_may(
-    model: Callable[[], nn.Module], cap_mb: float, expected: list[str]
-) -> None:
+LAYER, BREAK, TIED = step("linear"), step("graph_break"), step("linear", layer="tied")
+
+
+def drawn(*steps: Step) -> Callable[[], nn.Module]:
+    return DrawnModel(steps, width=WIDTH).program.model
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], float, str]] = {
+    "a parameter without a gradient holds up no other": (WithoutGradient, TINY_MB, "scale"),
+    "nor in a bucket with others": (WithoutGradient, LAYER_MB, "scale"),
+    "a gradient that needs nothing of the loss": (drawn(LAYER, step("scaled", scale="decayed")), TINY_MB, ""),
+    "graph breaks": (drawn(LAYER, BREAK, LAYER, LAYER), TINY_MB, ""),
+    "checkpointed layers": (drawn(*[step("checkpointed", body=(LAYER,))] * 3), TINY_MB, ""),
+    "a view of a weight leaves a graph": (ViewLeaves, TINY_MB, "layers.2.weight"),
+    "a weight that one graph reads twice": (drawn(LAYER, LAYER, TIED), TINY_MB, ""),
+    "a weight that two graphs read": (drawn(LAYER, LAYER, BREAK, TIED), TINY_MB, "linear2.weight"),
+    "frozen or ignored": (frozen_and_ignored, TINY_MB, "layers.1.weight layers.1.bias layers.2.weight"),
+}
+"""With the cap of buckets, and the parameters that are not handed over."""
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_are_eagers_and_handed_over_where_they_may(name: str) -> None:
+    model, cap_mb, waiting = MODELS[name]
     twins = Twins(model, bucket_cap_mb=cap_mb)
+    names = [name for name, _ in twins.eager.module.named_parameters()]
     for _ in range(STEPS):
-        assert sorted(twins.act(train)[1]) == sorted(expected)
+        assert sorted(twins.act(train)[1]) == sorted({*names} - {*waiting.split()})
 
 
 def test_backward_with_inputs_fills_only_these_and_ddp_minds_as_ever() -> None:

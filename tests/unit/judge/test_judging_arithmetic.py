@@ -18,12 +18,12 @@ from ddpopt.judge.judging.arithmetic import (
 )
 
 
-def drawn(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+def drawn(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def samples_of(truth: Tensor, noise: float, count: int = 8) -> list[Tensor]:
-    return [(truth + noise * drawn(seed + 1, *truth.shape).double()).float() for seed in range(count)]
+def samples_of(truth: Tensor, noise: float) -> list[Tensor]:
+    return [(truth + noise * drawn(seed + 1, *truth.shape).double()).float() for seed in range(8)]
 
 
 TRUTH = drawn(0, 200).double()

@@ -143,7 +143,7 @@ MUTANTS: dict[str, dict[str, Change]] = {
         )(e),
     },
     "everything that a script can see has eager DDP's form, and hooks run as often and as early": {
-        "an output without gradient": with_more("extras", "form of output", "torch.float32"),
+        "an output without gradient": with_more("extras", "form of output", "torch.float32")
     },
     "tensors share memory where eager DDP's do and nowhere else, and none is written after its step": {
         "two gradients in one memory": with_step(sharing=frozenset({("gradient of a", "gradient of b")})),
@@ -159,7 +159,7 @@ MUTANTS: dict[str, dict[str, Change]] = {
         "buckets out of order": with_collectives([1, 0]),
     },
     "as many synchronized backwards as requested, and none under no_sync": {
-        "each backward twice": lambda e: with_got(iterations=(e.got.iterations or ()) * 2)(e),
+        "each backward twice": lambda e: with_got(iterations=(e.got.iterations or ()) * 2)(e)
     },
     "the reducer follows the plan": {
         "no plan": with_got(plan=None),
@@ -174,7 +174,7 @@ MUTANTS: dict[str, dict[str, Change]] = {
         "a rank compiles as much, but later": with_second_peer(graphs=((), ("0/0",), ())),
     },
     "no collectives except buckets and those that eager DDP sends": {
-        "a collective that is no bucket": with_got(elsewhere=(Collective("allreduce", 4, "float32", None),)),
+        "a collective that is no bucket": with_got(elsewhere=(Collective("allreduce", 4, "float32", None),))
     },
     "the same collectives on every rank, in the same order": {
         "a rank sends less": with_second_sending(lambda sent: sent[:-1]),

@@ -10,10 +10,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from ddpopt.errors import UsageError
 from ddpopt.planning.bucket_rule import ParamSpec, assign_buckets, specs_from_ddp, specs_from_module
 from ddpopt.planning.limits import BucketConfig
 from ddpopt.testing.drawn import DrawnModel, step
+from tests.refusals import refusal
 from tests.unit.rehearsing import assert_buckets_as_predicted
 
 WIDTH = 256  # a weight of 256 KiB and a bias of 1 KiB
@@ -44,10 +44,10 @@ def with_marker_alone() -> nn.Module:
     return model
 
 
-def with_tied_weight_ignored_under_one_name() -> nn.Module:
+def with_tied_weight_ignored(*names: str) -> nn.Module:
     model: Any = linears()
     model[4].weight = model[0].weight
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["0.weight"])  # type: ignore[no-untyped-call]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)  # type: ignore[no-untyped-call]
     return model  # type: ignore[no-any-return]
 
 
@@ -74,7 +74,14 @@ ROWS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
         {"bucket_cap_mb": 0.1, "static_graph": True, "find_unused_parameters": True},
     ),
     "marker of ignored parameters alone": (with_marker_alone, {"bucket_cap_mb": 0.3}),
-    "tied weight ignored under one name": (with_tied_weight_ignored_under_one_name, {"bucket_cap_mb": 0.3}),
+    "tied weight ignored under its other name": (
+        lambda: with_tied_weight_ignored("0.weight"),
+        {"bucket_cap_mb": 0.3},
+    ),
+    "tied weight ignored under both names": (
+        lambda: with_tied_weight_ignored("0.weight", "4.weight"),
+        {"bucket_cap_mb": 0.3},
+    ),
 }
 
 
@@ -118,14 +125,5 @@ def test_parameters_whose_all_reduce_is_delayed_are_in_no_bucket() -> None:
 
 
 def test_no_limits_are_a_mistake() -> None:
-    with pytest.raises(UsageError) as caught:
-        assign_buckets([ParamSpec("p", 1, "float32", "cpu")], [])
-    assert str(caught.value) == "limits: expected sizes in bytes, got none; use BucketConfig.rebuilt_limits"
-
-
-def test_a_tied_parameter_is_left_out_only_if_all_its_names_are_ignored() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
-    model.get_submodule("1").register_parameter("weight", model.get_parameter("0.weight"))
-    under_one_name = specs_from_module(model, ignored=["0.weight"])
-    assert [spec.name for spec in under_one_name] == ["0.bias", "0.weight"]
-    assert [spec.name for spec in specs_from_module(model, ignored=["0.weight", "1.weight"])] == ["0.bias"]
+    said = refusal(lambda: assign_buckets([ParamSpec("p", 1, "float32", "cpu")], []))
+    assert said == "limits: expected sizes in bytes, got none; use BucketConfig.rebuilt_limits"

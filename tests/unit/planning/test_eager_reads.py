@@ -18,6 +18,7 @@ pytestmark = [
 ]
 WIDTH = 16
 ONE_LAYER_MB = 4 * WIDTH * (WIDTH + 1) / 2**20
+Forward = Callable[["Scaled", Tensor], Tensor]
 
 
 class Scale(nn.Module):
@@ -36,56 +37,50 @@ class Scale(nn.Module):
 
 
 class Scaled(nn.Module):
-    """Four layers, and a scale in front of some of them or behind all."""
+    """Four layers and a scale; the forward is given."""
 
-    def __init__(self, places: tuple[int, ...], times: int = 1) -> None:
+    def __init__(self, forward: Forward, times: int = 1) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
         self.scale = Scale(times)
-        self.places = places
+        self.inner = forward
 
     def forward(self, x: Tensor) -> Tensor:
-        a, b, c, d = self.layers
-        x = a(self.scaled(0, x)).tanh()  # no loop: Dynamo leaves one with a break in it to Python
-        x = b(self.scaled(1, x)).tanh()
-        x = c(self.scaled(2, x)).tanh()
-        x = d(self.scaled(3, x)).tanh()
-        return self.scaled(4, x)
+        return self.inner(self, x)
 
-    def scaled(self, place: int, x: Tensor) -> Tensor:
-        output: Tensor = self.scale(x) if place in self.places else x
-        return output
+    def run(self, x: Tensor, layers: slice = slice(None)) -> Tensor:
+        for layer in self.layers[layers]:
+            x = layer(x).tanh()
+        return x
 
 
-class Recomputed(Scaled):
-    """The scale in front of the third layer is computed once more in backward."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        a, b, c, d = self.layers
-        x = checkpoint(self.scale, b(a(x).tanh()).tanh(), use_reentrant=False)
-        return d(c(x).tanh()).tanh()  # type: ignore[no-any-return]
+FIRST, LAST = slice(2), slice(2, 4)
 
 
-class Paramless(Scaled):
-    """A graph that trains nothing stands between two scales."""
-
-    def __init__(self) -> None:
-        super().__init__(())
-        self.other = Scale()
-
-    def forward(self, x: Tensor) -> Tensor:
-        a, b, c, d = self.layers
-        x = self.other(self.scale(b(a(x).tanh()).tanh()).tanh().square() + 1)
-        return d(c(x).tanh()).tanh()  # type: ignore[no-any-return]
+def before_all(m: Scaled, x: Tensor) -> Tensor:
+    return m.run(m.scale(x))
 
 
-class Tied(Scaled):
-    """The weight of the head is read in front of all layers, too, and there by no graph."""
+def between_and_after(m: Scaled, x: Tensor) -> Tensor:
+    return m.scale(m.run(m.scale(m.run(x, slice(1))), slice(1, 4)))  # type: ignore[no-any-return]
 
-    def forward(self, x: Tensor) -> Tensor:
-        a, b, c, d = self.layers
-        x = d(c(b(a(self.scale(x)).tanh()).tanh()).tanh()).tanh()
-        return x * self.get_parameter("scale.weight")
+
+def between(m: Scaled, x: Tensor) -> Tensor:
+    return m.run(m.scale(m.run(x, FIRST)), LAST)
+
+
+def recomputed(m: Scaled, x: Tensor) -> Tensor:
+    """The scale is computed once more in backward."""
+    return m.run(checkpoint(m.scale, m.run(x, FIRST), use_reentrant=False), LAST)
+
+
+def next_to_a_graph_that_trains_nothing(m: Scaled, x: Tensor) -> Tensor:
+    return m.run(m.scale(m.scale(m.run(x, FIRST)).tanh().square() + 1), LAST)
+
+
+def tied(m: Scaled, x: Tensor) -> Tensor:
+    """The weight of the head is read before all layers, too, and there by no graph."""
+    return m.run(m.scale(x)) * m.get_parameter("scale.weight")
 
 
 class Named(torch.autograd.Function):
@@ -101,16 +96,15 @@ class Named(torch.autograd.Function):
         return gradients[0] * 2, None
 
 
-class Kept(Scaled):
-    """Between graphs a function keeps a parameter, which is not what its result is computed from."""
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # of torch
+def keeping(m: Scaled, x: Tensor) -> Tensor:
+    output: Tensor = Named.apply(x, [m.layers[3].weight])  # type: ignore[no-untyped-call]
+    return output
 
-    def scaled(self, place: int, x: Tensor) -> Tensor:
-        return self.keeping(super().scaled(place, x)) if place in self.places else x
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # of torch
-    def keeping(self, x: Tensor) -> Tensor:
-        output: Tensor = Named.apply(x, [self.layers[3].weight])  # type: ignore[no-untyped-call]
-        return output
+def kept_by_what_runs_between(m: Scaled, x: Tensor) -> Tensor:
+    """A function keeps a parameter, which is not what its result is computed from."""
+    return m.run(keeping(m, m.scale(m.run(x, FIRST))), LAST)
 
 
 def rows() -> Tensor:
@@ -123,26 +117,22 @@ def step(call: Callable[[Tensor], Tensor], ddp: DistributedDataParallel) -> list
     return [parameter.grad.clone() for parameter in ddp.parameters() if parameter.grad is not None]
 
 
-def ddp_of(model: Callable[[], nn.Module]) -> DistributedDataParallel:
+def ddp_of(forward: Forward, times: int) -> DistributedDataParallel:
     torch.manual_seed(0)
-    return DistributedDataParallel(model(), bucket_cap_mb=ONE_LAYER_MB)
+    return DistributedDataParallel(Scaled(forward, times), bucket_cap_mb=ONE_LAYER_MB)
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "in front of all": lambda: Scaled((0,)),
-    "between and behind": lambda: Scaled((1, 4)),
-    "recomputed": lambda: Recomputed(()),
-    "beside a graph that trains nothing": Paramless,
-    "tied": lambda: Tied(()),
-    "between, by a chain that no recursion gets through": lambda: Scaled((2,), times=2000),
-    "kept by what runs between": lambda: Kept((2,)),
-}
+FORWARDS = (
+    before_all, between_and_after, between, recomputed, next_to_a_graph_that_trains_nothing, tied,
+    kept_by_what_runs_between,
+)  # fmt: skip
+LONG = 2000
+"""So many operations make a chain that no recursion gets through."""
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_buckets_are_those_of_eager_ddp_and_predicted_without_running(name: str) -> None:
-    model = MODELS[name]
-    ddp, eager = ddp_of(model), ddp_of(model)
+@pytest.mark.parametrize(("forward", "times"), [*((each, 1) for each in FORWARDS), (between, LONG)])
+def test_buckets_are_those_of_eager_ddp_and_predicted_without_running(forward: Forward, times: int) -> None:
+    ddp, eager = ddp_of(forward, times), ddp_of(forward, times)
     made = ddpopt.plan(ddp, rows(), strategy="inline")
     call = ddpopt.compile(ddp, backend="aot_eager", strategy="inline")
     with observe(ddp) as seen:

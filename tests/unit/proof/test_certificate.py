@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import pytest
-from expecttest import TestCase
+from expecttest import assert_expected_inline
 from torch import fx
 
 from ddpopt.errors import CertificateError
@@ -165,40 +165,38 @@ def test_buckets_of_ddp_may_wait_on_several_segments_and_go_in_order() -> None:
     assert "bucket segment: bucket 1: complete in segment 1, planned for 2" in found
 
 
-class TestMessages(TestCase):
-    maxDiff = None
-
-    def test_all_violations_are_raised_at_once_and_name_the_place(self) -> None:
-        cut = program("grad_mode_spans")
-        stitched = cut.stitched()
-        MUTANTS[0].apply(stitched)
-        violations = cut.violations(stitched)
-        assert {each.partition(":")[0] for each in violations} == {"nodes", "calls", "planned nodes"}
-        self.assertExpectedInline(
-            str(CertificateError(violations[:2])),
-            """\
+def test_all_violations_are_raised_at_once_and_name_the_place() -> None:
+    cut = program("grad_mode_spans")
+    stitched = cut.stitched()
+    MUTANTS[0].apply(stitched)
+    violations = cut.violations(stitched)
+    assert {each.partition(":")[0] for each in violations} == {"nodes", "calls", "planned nodes"}
+    assert_expected_inline(
+        str(CertificateError(violations[:2])),
+        """\
 the cut graph is not the program it was cut from; 2 violation(s):
   - nodes: node linear is in no segment
   - calls: segment 0, node abs_1: args[0]: expected linear, found l_args_0_
 This is a bug in ddpopt: please report it with the graph (TORCH_LOGS=graph_code).""",
-        )
+    )
 
-    def test_each_invariant_says_what_is_wrong_and_where(self) -> None:
-        of_cuts = (violations for name in PROGRAMS for each in rejected(name).values() for violations in each)
-        of_plans = (violations for name in PLANNED for violations in unkept(name))
-        first: dict[str, str] = {}
-        by_hand = (
-            *of_a_forbidden_cut("reshaped_in_place", "t_", mutants.handed_on),
-            *of_a_forbidden_cut("gradient_turned_round", "out"),
-            *of_a_forbidden_cut("written_twice", "add__1"),
-        )
-        for violation in itertools.chain(*of_cuts, *of_plans, by_hand):
-            first.setdefault(violation.partition(":")[0], violation)
-        lines = (first[row.name].replace("l_self_modules_layers_modules_", "") for row in INVARIANTS)
-        text = "\n".join(textwrap.fill(line, 100, subsequent_indent="    ") for line in lines)
-        self.assertExpectedInline(
-            text,
-            """\
+
+def test_each_invariant_says_what_is_wrong_and_where() -> None:
+    of_cuts = (violations for name in PROGRAMS for each in rejected(name).values() for violations in each)
+    of_plans = (violations for name in PLANNED for violations in unkept(name))
+    first: dict[str, str] = {}
+    by_hand = (
+        *of_a_forbidden_cut("reshaped_in_place", "t_", mutants.handed_on),
+        *of_a_forbidden_cut("gradient_turned_round", "out"),
+        *of_a_forbidden_cut("written_twice", "add__1"),
+    )
+    for violation in itertools.chain(*of_cuts, *of_plans, by_hand):
+        first.setdefault(violation.partition(":")[0], violation)
+    lines = (first[row.name].replace("l_self_modules_layers_modules_", "") for row in INVARIANTS)
+    text = "\n".join(textwrap.fill(line, 100, subsequent_indent="    ") for line in lines)
+    assert_expected_inline(
+        text,
+        """\
 inputs: expected 0_parameters_weight_, 0_parameters_bias_, l_args_0_, 1_parameters_weight_,
     1_parameters_bias_, 2_parameters_weight_, 2_parameters_bias_, found 0_parameters_bias_,
     0_parameters_weight_, l_args_0_, 1_parameters_weight_, 1_parameters_bias_, 2_parameters_weight_,
@@ -228,4 +226,4 @@ one bucket: parameter layers.1.bias (read by linear_3) is in no bucket
 bucket segment: bucket 2: layers.1.bias completes in segment 0 (read by y_1), the bucket in 1
 bucket order: bucket 2: completes in segment 2, before bucket 1 of segment 1
 segment contents: parameter layers.1.weight: complete in no segment, listed in segment 1""",
-        )
+    )
