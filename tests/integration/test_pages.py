@@ -56,7 +56,7 @@ def test_a_page_works(page: str, tmp_path: Path, pytestconfig: pytest.Config, on
             elif kind == "python":
                 exec(part, names)
             else:
-                command = part.partition(" #")[0] + " --examples 1" * ("ddpopt fuzz" in part)
+                command = part.partition(" #")[0] + " --examples 1 --out $$" * ("ddpopt fuzz" in part)
                 done = subprocess.run(
                     command, shell=True, cwd=tmp_path, env=os.environ | own, capture_output=True, text=True
                 )
