@@ -2,7 +2,8 @@
 #
 #   make demo     train a small GPT on two ranks and compare it with eager DDP
 #   make test     all tests: unit, property, docstring examples, multi-rank
-#   make check    format, lint, types
+#   make check    format, lint, types, the site
+#   make docs     build the site of the documentation
 #
 # Variables: PYTHON and TORCH_VERSION (docs/support.md), VENV, RANKS, PYTEST_ARGS, DEMO_ARGS, BENCH_ARGS,
 # GATE_ARGS.
@@ -28,12 +29,12 @@ BENCHMARKS := planning compile step alignment
 # The benchmarks that read the clock; their timings are also kept for `python -m pyperf compare_to`.
 TIMED := planning compile step
 kept = --json benchmarks/results/$(1).json $(if $(filter $(1),$(TIMED)),--pyperf benchmarks/results/$(1).pyperf.json)
-CODE := ddpopt tests benchmarks examples ci conftest.py
+CODE := ddpopt tests benchmarks examples ci docs/conf.py conftest.py
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help environment-test environment-dev gate self-test demo test unit integration property doctest multigpu nightly torchrun check fix bench bench-alignment bench-planning bench-compile bench-step api wheel wheel-test clean
+.PHONY: help environment-test environment-dev gate self-test demo test unit integration property doctest multigpu nightly torchrun check fix bench bench-alignment bench-planning bench-compile bench-step docs wheel wheel-test clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -97,10 +98,11 @@ gate: $(TEST_STAMP) ## compare plans, graphs, collectives, overlap and verdicts 
 torchrun: $(TEST_STAMP) ## tests/multigpu on the ranks of one torchrun (RANKS=2)
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) -m pytest tests/multigpu $(PYTEST_ARGS)
 
-check: $(DEV_STAMP) ## format, lint, types
+check: $(DEV_STAMP) ## format, lint, types, the site
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy $(CODE)
+	@$(MAKE) --no-print-directory docs
 
 fix: $(DEV_STAMP) ## apply the formatter and the lint's safe fixes
 	$(BIN)/ruff check --fix-only .
@@ -125,8 +127,8 @@ bench-compile: $(TEST_STAMP) ## uncached, cold and warm start of a training scri
 bench-step: $(TEST_STAMP) ## step time of each mode over emulated links of 1 and 10 Gbit/s (as root)
 	$(BIN)/python -m benchmarks.step $(BENCH_ARGS)
 
-api: $(TEST_STAMP) ## write docs/api/ from the docstrings
-	$(BIN)/python -m ci.api_pages
+docs: $(DEV_STAMP) ## build the site from docs/ into build/site; a warning is an error
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/site
 
 wheel: $(DEV_STAMP) ## build the wheel into dist/
 	rm -rf dist

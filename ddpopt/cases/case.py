@@ -28,7 +28,7 @@ def mean_square(output: object) -> Tensor:
         output: the output of a model: a tensor, or containers of tensors and anything else.
 
     Returns:
-        A scalar, at least float32: the sum of ``|x| ** 2`` over all elements, divided by their number.
+        A scalar, at least float32, the sum of ``|x| ** 2`` over all elements, divided by their number.
 
     Raises:
         UsageError: if the output holds no floating-point or complex element.

@@ -87,8 +87,8 @@ def verify(  # noqa: PLR0913  # one for each thing that a user may choose
         on_event: called for each trial as it begins and ends.
 
     Returns:
-        The verdict: true if everything is right. Its findings say what is wrong, with level, parameter,
-        bucket, rank and step.
+        The verdict, which is true if everything is right. Its findings say what is wrong, with level,
+        parameter, bucket, rank and step.
 
     Raises:
         UsageError: an argument cannot be used.

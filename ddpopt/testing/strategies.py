@@ -39,7 +39,7 @@ def models(draw: st.DrawFn, *, without: Iterable[str] = (), max_steps: int = 8) 
         max_steps: the largest number of steps, not counting those in bodies.
 
     Returns:
-        The model as a value: its ``source`` is a Python module, its ``case()`` is ready to verify.
+        The model as a value. Its ``source`` is a Python module, its ``case()`` is ready to verify.
 
     Raises:
         UsageError: if there is no feature of that name.

@@ -4,7 +4,6 @@ Each suite stands in a folder of its own, and runs as its user would run it: und
 and under torchrun.
 """
 
-import shutil
 import subprocess
 import sys
 import time
@@ -222,12 +221,3 @@ def test_no_test_runs_where_the_ranks_collected_different_ones(
     assert text.count(difference) >= 2, text  # plain: for each test; torchrun: by each rank
     assert "PASSED" not in text
     assert code != 0
-
-
-@pytest.mark.nightly
-def test_the_example_project_passes(suite: Suite) -> None:
-    shutil.copytree(REPOSITORY / "examples" / "pytest_project", suite.folder, dirs_exist_ok=True)
-    (suite.folder / "pytest.ini").unlink()
-    code, text = suite.run(PLAIN)
-    assert "1 passed" in text, text
-    assert code == 0
