@@ -1,5 +1,7 @@
 """What only a new interpreter shows: what an import brings along, and that nothing hangs on this process."""
 
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
