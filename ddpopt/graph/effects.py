@@ -165,18 +165,14 @@ def _mutated(node: fx.Node) -> Iterator[fx.Node]:
 
 def _written_by(signature: Signature, node: fx.Node) -> Iterator[object]:
     """The arguments that a call of this signature writes to."""
-    given = _given(signature, node)
+    by_position = zip(signature.names, node.args, strict=False)
+    given = {**signature.defaults, **dict(by_position), **node.kwargs}
     yield from (given.get(name) for name in (*signature.written, "out"))
     if given.get("inplace", False) is not False:
         yield given.get(next(iter(signature.names), "input"))
     yield from _statistics(given)
     if given.get("max_norm") is not None:
         yield given.get("weight")
-
-
-def _given(signature: Signature, node: fx.Node) -> dict[str, Any]:
-    """The arguments of a call by name, including defaults."""
-    return {**signature.defaults, **dict(zip(signature.names, node.args, strict=False)), **node.kwargs}
 
 
 def _statistics(given: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ddpopt.ddp import agreement
 from ddpopt.ddp.agreement import agree, announce
 from ddpopt.errors import InfrastructureError
 
@@ -21,7 +20,7 @@ c10d: Any = dist  # torch does not mark its re-exports
 @pytest.fixture
 def members(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[Any]]:
     """Makes so many stand-ins for a process group, with as much of it as agreement looks at."""
-    monkeypatch.setattr(agreement, "_group_store", lambda member: member.store)
+    monkeypatch.setattr(c10d.distributed_c10d, "_get_process_group_store", lambda member: member.store)
     monkeypatch.setattr(dist, "get_backend", lambda _: "gloo")
 
     def make(count: int) -> list[Any]:
@@ -137,7 +136,7 @@ def test_a_store_that_is_gone_is_an_infrastructure_error(
         raise dist.DistNetworkError("connection reset")
 
     (member, _) = members(2)
-    monkeypatch.setattr(agreement, "_group_store", gone)
+    monkeypatch.setattr(c10d.distributed_c10d, "_get_process_group_store", gone)
     with pytest.raises(InfrastructureError) as caught:
         agree(member, "test", "a")
     assert str(caught.value) == (
