@@ -29,8 +29,8 @@ def train(backend: str | None, folder: str) -> list[Tensor]:
     """Train for two epochs, in eager DDP if there is no backend; return the parameters."""
     arguments = TrainingArguments(
         folder, use_cpu=True, per_device_train_batch_size=2, gradient_accumulation_steps=2,
-        num_train_epochs=2, max_grad_norm=1.0, eval_strategy="epoch", save_strategy="no", report_to=[], disable_tqdm=True,
-        ddp_bucket_cap_mb=1, ddp_find_unused_parameters=False,
+        num_train_epochs=2, max_grad_norm=1.0, eval_strategy="epoch", save_strategy="no", report_to=[],
+        disable_tqdm=True, ddp_bucket_cap_mb=1, ddp_find_unused_parameters=False,
     )  # fmt: skip
     torch.manual_seed(0)
     config = GPT2Config(n_layer=2, n_embd=128, n_head=4, vocab_size=500, n_positions=16, use_cache=False)
