@@ -34,7 +34,7 @@ CODE := ddpopt tests benchmarks examples ci docs/conf.py conftest.py
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help environment-test environment-dev gate self-test demo test unit integration property doctest multigpu nightly torchrun check fix bench bench-alignment bench-planning bench-compile bench-step docs wheel wheel-test clean
+.PHONY: help environment-test environment-dev gate integrations self-test demo test unit integration property doctest multigpu nightly torchrun check fix bench bench-alignment bench-planning bench-compile bench-step docs wheel wheel-test clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -88,6 +88,10 @@ multigpu: $(TEST_STAMP) ## tests/multigpu only; starts its own ranks
 
 nightly: $(TEST_STAMP) ## all tests, including the long ones
 	$(BIN)/python -m pytest $(ALL_CORES) --nightly tests/unit tests/integration tests/property ddpopt tests/multigpu $(PYTEST_ARGS)
+
+integrations: $(TEST_STAMP) ## the examples of docs/frameworks.md on two ranks (installs accelerate and lightning)
+	$(PIP) install -e ".[test,integrations]"
+	$(BIN)/python -m pytest --nightly tests/integration/frameworks $(PYTEST_ARGS)
 
 self-test: $(TEST_STAMP) ## inject faults that the verification has to find, and do clean runs (an hour)
 	$(BIN)/python -m pytest --nightly tests/multigpu -k "test_a_fault or clean_runs or putting_in" $(PYTEST_ARGS)

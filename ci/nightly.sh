@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What takes too long for every commit: the long tests, with the verification's test of itself; thousands of
-# drawn examples, the gate, torch's own DDP tests, overlap of the whole corpus, and models that nobody wrote.
+# drawn examples, the frameworks that people train with, the gate, torch's own DDP tests, overlap of the whole corpus, and models that nobody wrote.
 #
 #   ci/nightly.sh
 #
@@ -19,6 +19,7 @@ pytest=("$VENV/bin/python" -m pytest -n auto --maxprocesses 8)
 step "long tests" "${pytest[@]}" --nightly tests/unit tests/integration ddpopt tests/multigpu
 step "drawn examples" env HYPOTHESIS_PROFILE=nightly timeout "${PROPERTY_LIMIT:-4h}" \
   "${pytest[@]}" --nightly --timeout 14400 tests/property
+step frameworks make --no-print-directory VENV="$VENV-integrations" integrations
 step gate ci/gate.sh --json "$reports/gate.json"
 step "torch's own DDP tests" "$VENV/bin/python" -m ci.torch_ddp \
   --json "$reports/torch-ddp.json" --markdown "$reports/torch-ddp.md"

@@ -84,11 +84,6 @@ def announce(process_group: dist.ProcessGroup, what: str, payload: str) -> None:
         _post(process_group, what, payload)
 
 
-def _group_store(process_group: dist.ProcessGroup) -> "Store":
-    # Private: the prefixed store that init_process_group or new_group made.
-    return dist.distributed_c10d._get_process_group_store(process_group)
-
-
 def _part(store: "Store", name: str) -> "Store":
     return dist.PrefixStore(name, store)  # type: ignore[attr-defined]  # torch does not mark its re-exports
 
@@ -96,7 +91,9 @@ def _part(store: "Store", name: str) -> "Store":
 def _post(process_group: dist.ProcessGroup, what: str, payload: str) -> tuple["Store", "Store"]:
     """Write this rank's text; return this round's part of the store, and the previous round's."""
     rank = process_group.rank()
-    sequence = _part(_group_store(process_group), f"{PREFIX}/{what}")
+    # Private, the same in torch 2.11 to 2.13: the prefixed store that init_process_group or new_group made.
+    own_store = dist.distributed_c10d._get_process_group_store(process_group)
+    sequence = _part(own_store, f"{PREFIX}/{what}")
     # The store counts this rank's calls, so that no state outlives the process group.
     number = sequence.add(f"calls/{rank}", 1)
     board = _part(sequence, str(number))

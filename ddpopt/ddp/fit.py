@@ -23,8 +23,25 @@ SHOWN_PROBLEMS = 20
 DEFAULT_SAMPLE_RATE = 100
 
 
+def ddp_within(module: Any) -> DistributedDataParallel:
+    """The DDP module that was passed, or the only one within it: in a framework's wrapper, or compiled.
+
+    Raises:
+        UsageError: there is none, or more than one that is not inside another.
+    """
+    modules = module.named_modules(prefix="model") if isinstance(module, nn.Module) else ()
+    found = {name: inner for name, inner in modules if isinstance(inner, DistributedDataParallel)}
+    outermost = [name for name in found if not any(name.startswith(f"{outer}.") for outer in found)]
+    if len(outermost) == 1:
+        return found[outermost[0]]
+    several = f", which contains {len(outermost)}, {' and '.join(outermost)}: pass one of them"
+    none = '; wrap the model first. Where a framework wraps it later: model.compile(backend="ddpopt")'
+    got = f"got {type(module).__name__}{several if outermost else none}"
+    raise UsageError(f"expected a DistributedDataParallel module, {got}")
+
+
 def ddp_module(module: nn.Module) -> DistributedDataParallel:
-    """The DDP module that was passed, or that ``torch.compile`` wrapped, if its reducer can be replaced.
+    """The DDP module that was passed or is within it, if its reducer can be replaced.
 
     Args:
         module: the user's argument.
@@ -33,17 +50,12 @@ def ddp_module(module: nn.Module) -> DistributedDataParallel:
         The DDP module.
 
     Raises:
-        UsageError: this is not a DDP module.
+        UsageError: there is no DDP module, or more than one.
         UnsupportedError: it does not reduce through its own reducer.
     """
     if not dist.is_available():
         raise UsageError("torch.distributed is not available in this build of torch; install one that has it")
-    inner = getattr(module, "_orig_mod", module)
-    if not isinstance(inner, DistributedDataParallel):
-        raise UsageError(
-            f"expected a DistributedDataParallel module, got {type(inner).__name__!r}: only DDP has buckets "
-            "to plan; wrap the model first"
-        )
+    inner = ddp_within(module)
     refused = [f"  - {reason}" for reason in _unsupported(inner)]
     if refused:
         raise UnsupportedError("\n".join(["this DDP module's buckets cannot be planned:", *refused]))

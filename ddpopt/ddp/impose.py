@@ -7,11 +7,10 @@ Invariant: on every rank the buckets are those of one plan, or nothing has chang
 """
 
 from datetime import timedelta
-from typing import Any
 
 from torch import nn
 
-from ddpopt.ddp.fit import ddp_module, require_between_iterations, require_fit
+from ddpopt.ddp.fit import ddp_module, ddp_within, require_between_iterations, require_fit
 from ddpopt.ddp.plan_exchange import exchange_plans, plan_difference, same_buckets
 from ddpopt.ddp.reducer import PlannedReducer, install
 from ddpopt.errors import PlanMismatchError
@@ -29,7 +28,7 @@ def impose(ddp: nn.Module, plan: Plan, *, timeout: timedelta = timedelta(seconds
     a copy or a pickle of the module has DDP's own buckets again.
 
     Args:
-        ddp: the DDP module, or the module that ``torch.compile`` returned for it.
+        ddp: the DDP module, or a module that contains it.
         plan: holds each trainable parameter once; only its buckets are used.
         timeout: how long to wait for the other ranks.
 
@@ -61,11 +60,10 @@ def imposed_plan(ddp: nn.Module) -> Plan | None:
     """The plan whose buckets a DDP module uses.
 
     Args:
-        ddp: the DDP module, or the module that ``torch.compile`` returned for it.
+        ddp: the DDP module, or a module that contains it.
 
     Returns:
         The plan; None if the module uses DDP's own buckets.
     """
-    module: Any = getattr(ddp, "_orig_mod", ddp)
-    reducer = running_reducer(module)
+    reducer = running_reducer(ddp_within(ddp))
     return reducer.plan if isinstance(reducer, PlannedReducer) else None

@@ -14,6 +14,7 @@ from torch._dynamo import trace_rules
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.parallel import DistributedDataParallel
 
+from ddpopt.ddp.fit import ddp_within
 from ddpopt.ddp.impose import imposed_plan
 from ddpopt.ddp.reducer import outside_dynamo
 from ddpopt.dynamo import hook
@@ -37,7 +38,8 @@ def compile(  # the public name, as in torch.compile
     """Compile a DDP module so that its gradients still overlap with backward.
 
     Args:
-        ddp_model: a ``DistributedDataParallel`` module.
+        ddp_model: a ``DistributedDataParallel`` module, or a wrapper that contains one (Fabric's, your own);
+            the code of a wrapper is compiled too.
         backend: name of a Dynamo backend, or a callable ``(gm, example_inputs) -> callable``.
         strategy: ``"split"``: one compiled segment for each time a bucket completes; ``"inline"``: one
             compiled graph, whose backward hands the gradients to DDP; ``"auto"``: like ``"inline"``. A graph
@@ -56,11 +58,9 @@ def compile(  # the public name, as in torch.compile
         UnsupportedError: this release of torch lacks a private name that ddpopt uses.
         RuntimeError: Inductor does not know the mode or one of the options; the message is torch's.
     """
-    if not isinstance(ddp_model, DistributedDataParallel):
-        raise UsageError(
-            f"ddp_model: expected a DistributedDataParallel module, got {type(ddp_model).__name__}; "
-            "wrap the model first: ddpopt.compile(DistributedDataParallel(model))"
-        )
+    ddp = ddp_within(ddp_model)
+    if any(_is_compiled(outer) and ddp in outer.modules() for outer in ddp_model.modules()):
+        raise UsageError("ddp_model: expected a module that is not compiled yet; compile it only here")
     dynamo_backend = DdpoptBackend(backend, strategy=strategy, buckets=buckets)
     own_options = {key: v for key, v in (options.get("options") or {}).items() if key not in TORCHS_OPTIONS}
     configured(dynamo_backend.compiler, mode=options.get("mode"), options=own_options)  # checks them now
@@ -71,7 +71,7 @@ def compile(  # the public name, as in torch.compile
             given["options"] = dict(given["options"] or {})
         return torch.compile(function, backend=dynamo_backend, **given)
 
-    inner = _compiled_inside(ddp_model, fullgraph=bool(options.get("fullgraph")))
+    inner = _compiled_inside(ddp, fullgraph=bool(options.get("fullgraph")))
     inside = None if inner is None else (inner, functools.partial(compiled(_call_inside), inner))
     module = compiled(ddp_model, fullgraph=False)
     if module is not ddp_model:
@@ -81,9 +81,9 @@ def compile(  # the public name, as in torch.compile
             compile, backend=backend, strategy=strategy, buckets=buckets, **options
         )
         module.__class__ = _Compiled
-    if buckets == "plan" and imposed_plan(ddp_model) is None:
+    if buckets == "plan" and imposed_plan(ddp) is None:
         with contextlib.suppress(UnsupportedError):  # reported when a graph is compiled
-            dynamo_backend.follow(ddp_model)
+            dynamo_backend.follow(ddp)
     return module
 
 
@@ -147,13 +147,16 @@ def _compiled_inside(ddp: DistributedDataParallel, *, fullgraph: bool) -> nn.Mod
     inner: Any = ddp.module
     while isinstance(inner, DistributedDataParallel):
         inner = inner.module
-    is_compiled = isinstance(inner, OptimizedModule) or inner._compiled_call_impl is not None
-    if fullgraph and is_compiled:
+    if fullgraph and _is_compiled(inner):
         raise UsageError(
             "fullgraph: the module inside DDP is already compiled, so graph breaks in it cannot be "
             "rejected here; pass fullgraph=True where it is compiled, or do not compile it"
         )
-    return inner if not is_compiled and (fullgraph or _is_skipped(inner)) else None
+    return inner if not _is_compiled(inner) and (fullgraph or _is_skipped(inner)) else None
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
 
 
 def _is_skipped(module: nn.Module) -> bool:

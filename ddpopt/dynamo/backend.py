@@ -81,6 +81,9 @@ class DdpoptBackend:
         self.uninstall_hook.atexit = False
         self._graphs = weakref.WeakKeyDictionary() if graphs is None else graphs
 
+    def __reduce__(self) -> Any:  # a copy needs a hook of its own; Fabric copies what torch.compile is given
+        return functools.partial(type(self), self.compiler, self.strategy, buckets=self.buckets), ()
+
     def __call__(
         self, gm: fx.GraphModule, example_inputs: Sequence[object], **options: Any
     ) -> Callable[..., Any]:

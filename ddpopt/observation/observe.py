@@ -68,7 +68,7 @@ def observe(ddp: nn.Module) -> "Observation":
     """Observe a DDP module in a ``with`` block.
 
     Args:
-        ddp: the DDP module, or the module that ``torch.compile`` returned for it.
+        ddp: the DDP module, or a module that contains it: compiled, or in a framework's wrapper.
 
     Returns:
         A context manager that yields itself; read its properties after the block, or inside it between

@@ -77,7 +77,8 @@ class ModelGraphs:
 
         A graph of the same frame with the same parameters is a recompilation, and replaces the earlier one.
         """
-        frame = frame_of(gm)
+        # the Python frame that Dynamo traced; equal for its recompilations
+        frame = getattr(gm.meta.get("dynamo_compile_id"), "frame_id", None)
         facts = collect(gm, example_inputs, self.specs)
         read = {use.spec.name for use in facts.params}
         self._graphs = [g for g in self._graphs if g.frame != frame or not g.params or g.params - read]
@@ -202,8 +203,3 @@ def plan_for_reducer(
 def ends_in_break(gm: fx.GraphModule) -> bool:
     """Whether the graph ends in a graph break, so that the forward continues in another graph."""
     return bool(getattr(getattr(gm, "compile_subgraph_reason", None), "graph_break", False))
-
-
-def frame_of(gm: fx.GraphModule) -> object:
-    """The Python frame that Dynamo traced `gm` from; equal for recompilations of one frame."""
-    return getattr(gm.meta.get("dynamo_compile_id"), "frame_id", None)

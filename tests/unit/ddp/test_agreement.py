@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ddpopt.ddp import agreement
 from ddpopt.ddp.agreement import agree, announce
 from ddpopt.errors import InfrastructureError
 from tests.refusals import refusal
@@ -22,7 +21,7 @@ c10d: Any = dist  # torch does not mark its re-exports
 @pytest.fixture
 def members(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[Any]]:
     """Makes so many stand-ins for a process group, with as much of it as agreement looks at."""
-    monkeypatch.setattr(agreement, "_group_store", lambda member: member.store)
+    monkeypatch.setattr(c10d.distributed_c10d, "_get_process_group_store", lambda member: member.store)
     monkeypatch.setattr(dist, "get_backend", lambda _: "gloo")
 
     def make(count: int) -> list[Any]:
@@ -136,7 +135,7 @@ def test_a_store_that_is_gone_is_an_infrastructure_error(
         raise dist.DistNetworkError("connection reset")
 
     (member, _) = members(2)
-    monkeypatch.setattr(agreement, "_group_store", gone)
+    monkeypatch.setattr(c10d.distributed_c10d, "_get_process_group_store", gone)
     assert refusal(lambda: agree(member, "test", "a"), InfrastructureError) == (
         "test: the process group's key-value store failed (connection reset). Usually this means that rank "
         "0, which hosts it, has exited: check its log for the reason"

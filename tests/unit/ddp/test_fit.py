@@ -105,8 +105,18 @@ def test_a_foreign_plan_does_not_flood_the_screen() -> None:
 
 def test_only_ddp_modules_have_buckets() -> None:
     assert said(lambda: ddp_module(nn.Linear(1, 1))) == (
-        "expected a DistributedDataParallel module, got 'Linear': only DDP has buckets to plan; wrap the "
-        "model first"
+        "expected a DistributedDataParallel module, got Linear; wrap the model first. "
+        'Where a framework wraps it later: model.compile(backend="ddpopt")'
+    )
+
+
+def test_the_ddp_module_inside_wrappers_is_found_and_of_several_none() -> None:
+    ddp, other = (DistributedDataParallel(nn.Linear(1, 1)) for _ in range(2))
+    assert ddp_module(nn.Sequential(cast(nn.Module, torch.compile(ddp, backend="eager")))) is ddp
+    assert ddp_module(DistributedDataParallel(nn.Sequential(ddp, nn.Linear(1, 1)))) is not ddp
+    assert said(lambda: ddp_module(nn.ModuleDict({"first": ddp, "again": ddp, "second": other}))) == (
+        "expected a DistributedDataParallel module, got ModuleDict, which contains 2, model.first and "
+        "model.second: pass one of them"
     )
 
 

@@ -430,6 +430,41 @@ def pickled(call: Any) -> Any:
     return pickle.loads(pickle.dumps(call))
 
 
+class Wrapper(nn.Module):
+    """As frameworks put around a DDP module: it converts, and hooks the output."""
+
+    def __init__(self, ddp: nn.Module) -> None:
+        super().__init__()
+        self.ddp = ddp
+        self.hooked = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.ddp(x.float() * 2) / 2
+        output.register_hook(self.hook)  # type: ignore[no-untyped-call]  # of torch
+        return output
+
+    def hook(self, gradient: Tensor) -> None:
+        self.hooked += 1
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_wrapper_of_a_ddp_module_is_compiled_with_it(strategy: Strategy) -> None:
+    eager, ours = Wrapper(ddp_of()), Wrapper(ddp_of())
+    call = ddpopt.compile(ours, backend="aot_eager", strategy=strategy)
+    with ddpopt.observe(call) as seen:
+        assert_trains_as_eager(call, ours, eager, steps=2)
+    plan = plan_in_force(cast(DistributedDataParallel, ours.ddp))
+    assert [bucket.params for bucket in seen.buckets] == [bucket.params for bucket in plan.buckets]
+    assert ours.hooked == 2
+
+
+def test_a_copy_of_a_backend_keeps_torch_from_cutting() -> None:
+    backend = copy.deepcopy(DdpoptBackend("aot_eager", "split", buckets="ddp"))
+    gc.collect()
+    assert (backend.strategy, backend.buckets) == ("split", "ddp")
+    assert distributed.DDPOptimizer(1, backend).compile_fn is backend
+
+
 COPIES = list(product((Net, sequential), (copy.copy, copy.deepcopy, pickled)))
 
 
@@ -680,8 +715,8 @@ def refusal(inside: Callable[[], nn.Module] = sequential, **arguments: Any) -> s
     [
         (
             {"ddp_model": nn.Linear(2, 2)},
-            "ddp_model: expected a DistributedDataParallel module, got Linear; "
-            "wrap the model first: ddpopt.compile(DistributedDataParallel(model))",
+            "expected a DistributedDataParallel module, got Linear; wrap the model first. "
+            'Where a framework wraps it later: model.compile(backend="ddpopt")',
         ),
         ({"strategy": "cut"}, "strategy: expected 'split', 'inline' or 'auto', got 'cut'"),
         ({"backend": 3}, "backend: expected a name or a callable (gm, example_inputs), got 3"),
@@ -695,6 +730,17 @@ def refusal(inside: Callable[[], nn.Module] = sequential, **arguments: Any) -> s
 )
 def test_an_argument_of_no_use_is_refused(arguments: dict[str, Any], message: str) -> None:
     assert refusal(**arguments) == message
+
+
+@pytest.mark.parametrize("place", ["outside", "in place", "inside a wrapper"])
+def test_a_ddp_module_that_is_compiled_is_refused(place: str) -> None:
+    ddp: Any = ddp_of()
+    if place == "in place":
+        ddp.compile(backend="eager")
+    else:
+        ddp = torch.compile(ddp, backend="eager")
+    said = refusal(ddp_model=nn.Sequential(ddp) if place == "inside a wrapper" else ddp)
+    assert said == "ddp_model: expected a module that is not compiled yet; compile it only here"
 
 
 @pytest.mark.parametrize("given", [ddpopt.replacing_ddp_optimizer, functools.partial(DdpoptBackend, "eager")])
