@@ -6,6 +6,7 @@ import inspect
 import logging
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -127,7 +128,7 @@ def test_a_model_that_cannot_run_is_refused_with_its_own_error_and_what_its_forw
         fakes = tuple(mode.from_tensor(one) if isinstance(one, Tensor) else one for one in inputs)
     got = f"({fakes}, {{}})".replace("FakeTensor(..., ", "Tensor(")
     for model in (net(), DistributedDataParallel(net())):
-        first, takes, check = refusal(lambda model=model: ddpopt.plan(model, *inputs)).splitlines()
+        first, takes, check = refusal(partial(ddpopt.plan, model, *inputs)).splitlines()
         assert first.startswith(f"model: Net could not be traced on fake tensors: {said}")
         assert takes == f"Its forward takes {inspect.signature(net().forward)}, and got {got}."
         assert check == "Check that model(*inputs) runs in eager."
