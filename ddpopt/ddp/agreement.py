@@ -91,7 +91,7 @@ def _part(store: "Store", name: str) -> "Store":
 def _post(process_group: dist.ProcessGroup, what: str, payload: str) -> tuple["Store", "Store"]:
     """Write this rank's text; return this round's part of the store, and the previous round's."""
     rank = process_group.rank()
-    # Private, the same in torch 2.11 to 2.13: the prefixed store that init_process_group or new_group made.
+    # Private: the prefixed store that init_process_group or new_group made.
     own_store = dist.distributed_c10d._get_process_group_store(process_group)
     sequence = _part(own_store, f"{PREFIX}/{what}")
     # The store counts this rank's calls, so that no state outlives the process group.
