@@ -228,13 +228,17 @@ def _plan(plan: Plan, *, inline: bool) -> Iterator[str]:
     buckets = [
         (b.index, b.segment, mib(b.nbytes), b.dtype, Noted(names(b.params), b.reason)) for b in plan.buckets
     ]
-    yield f"ddpopt's plan, in the order of reduction; fingerprint {plan.fingerprint}\n" + table(
-        [
-            *numbers("bucket", "segment", "MiB"),
-            Column("dtype"),
-            Column("gradients, and why the bucket ends there"),
-        ],
-        buckets,
+    yield (
+        paragraph(f"ddpopt's plan, in the order of reduction; fingerprint {plan.fingerprint}")
+        + "\n"
+        + table(
+            [
+                *numbers("bucket", "segment", "MiB"),
+                Column("dtype"),
+                Column("gradients, and why the bucket ends there"),
+            ],
+            buckets,
+        )
     )
     if inline:
         yield paragraph("No graph is cut: each bucket leaves from inside the backward.", "  ")

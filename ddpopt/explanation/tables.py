@@ -1,9 +1,10 @@
-"""Tables as plain ASCII text: no colors, no control codes, the same width in every terminal.
+"""Tables as plain ASCII text without colors and control codes, 80 columns wide, or 60 in a narrow terminal.
 
-Invariant: the text depends only on the arguments, so it can be stored, compared and snapshotted.
+Invariant: outside a narrow terminal the text depends only on the arguments, so it can be stored and compared.
 """
 
 import io
+import shutil
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,9 @@ from rich.table import Table
 from rich.text import Text
 
 WIDTH = 80
-"""Width of the text in columns; fits every terminal and every log."""
+"""Width of the text in columns; fits every log."""
+NARROW = 60
+"""Width in a terminal of fewer than 80 columns, or where the environment variable COLUMNS says so."""
 
 MIB = 2**20
 
@@ -26,6 +29,11 @@ NARROWEST = 24
 
 RULED = box.Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
 """A single line below the headers: rich's SIMPLE_HEAD in ASCII."""
+
+
+def width() -> int:
+    """The width of text that is made now."""
+    return WIDTH if shutil.get_terminal_size((WIDTH, 0)).columns >= WIDTH else NARROW
 
 
 @dataclass(frozen=True)
@@ -59,7 +67,7 @@ def table(columns: Sequence[Column], rows: Iterable[Sequence[object]]) -> str:
 
     Args:
         columns: its columns. The widest columns of words wrap first; a table of many columns is wider than
-            80 rather than one of them narrower than its words or `NARROWEST`.
+            `width` rather than one of them narrower than its words or `NARROWEST`.
         rows: one cell for each column: a `Noted`, or any object, shown with ``str()``.
 
     Returns:
@@ -71,7 +79,7 @@ def table(columns: Sequence[Column], rows: Iterable[Sequence[object]]) -> str:
          0  b
         10  w
     """
-    console = Console(file=io.StringIO(), width=WIDTH, color_system=None, force_terminal=False)
+    console = Console(file=io.StringIO(), width=width(), color_system=None, force_terminal=False)
     grid = Table(box=RULED, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False)
     cells = [tuple(map(_cell, row)) for row in rows]
     for column, *parts in zip(columns, *cells, strict=True):
@@ -100,7 +108,7 @@ def _cell(value: object) -> RenderableType:
 def paragraph(text: str, indent: str = "") -> str:
     """Wrap a sentence to the common width and indent later lines by `indent`; long names are not broken."""
     return textwrap.fill(
-        text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        text, width(), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     )
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ddpopt.explanation.tables import WIDTH, Column, table
+from ddpopt.explanation.tables import NARROW, WIDTH, Column, paragraph, table
 
 
 def test_no_column_is_squeezed_and_no_cell_is_cut_however_wide_the_others_are() -> None:
@@ -18,9 +18,14 @@ def test_no_column_is_squeezed_and_no_cell_is_cut_however_wide_the_others_are() 
 COLUMNS = [Column("bucket", "right"), Column("gradients")]
 
 
+@pytest.mark.parametrize(("columns", "width"), [("59", NARROW), ("79", NARROW), ("200", WIDTH)])
 @pytest.mark.parametrize("name", ["layers.0.weight", "a" * 200, "[bold]w[/bold]:smile:"])
-def test_a_cell_that_fills_wraps_between_names_or_inside_a_longer_one_and_loses_nothing(name: str) -> None:
+def test_a_cell_that_fills_wraps_between_names_or_inside_a_longer_one_and_loses_nothing(
+    name: str, columns: str, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
     lines = table(COLUMNS, [(0, ", ".join([name] * 6))]).splitlines()
-    assert max(map(len, lines)) <= WIDTH
+    assert width - len("layers.0.weight, ") < max(map(len, lines)) <= width
+    assert max(map(len, paragraph("word " * 30).splitlines())) in (width - 1, width - 2)
     assert "".join(line[8:].replace(" ", "") for line in lines[2:]) == ",".join([name] * 6)
     assert len(name) > WIDTH or all(line.endswith((",", name)) for line in lines[2:])
