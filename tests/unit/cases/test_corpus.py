@@ -186,8 +186,8 @@ def test_what_a_module_adds_to_the_path_stays_and_the_current_folder_is_first_on
 ) -> None:
     (tmp_path / "lib").mkdir()
     late = "import torch\ndef make():\n    return torch.nn.Linear(2, 2), torch.ones(1, 2)\n"
+    adds = "import sys\nsys.path += ['lib']\ndef make():\n    import imported_late as m\n    return m.make()"
     (tmp_path / "lib/imported_late.py").write_text(late)
-    adds = "import sys\nsys.path.append('lib')\ndef make():\n    import imported_late as m\n    return m.make()\n"
     (tmp_path / "adds_to_the_path.py").write_text(adds)
     before = [*sys.path, str(tmp_path)]
     monkeypatch.chdir(tmp_path)
