@@ -16,6 +16,8 @@ load_profiles()
 # Else each process that compiles C++ tries out first what the processor can do: seconds for each of its kinds
 # of vectors, in processes that import torch.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+# Else texts that tests hold would be as narrow as the terminal that the tests are run in.
+os.environ["COLUMNS"] = "80"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # What takes too long for every commit: the long tests, with the verification's test of itself; thousands of
-# drawn examples, the frameworks that people train with, the gate, torch's own DDP tests, overlap of the whole corpus, and models that nobody wrote.
+# drawn examples, the frameworks that people train with, the gate, torch's own DDP tests, overlap of the whole
+# corpus, and models that nobody wrote.
 #
 #   ci/nightly.sh
 #

@@ -4,16 +4,17 @@ A factory is tried before ranks start. Invariant: any exception of the user's co
 that names the target and the user's line.
 """
 
+import contextlib
 import importlib
 import os
+import pkgutil
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -89,19 +90,38 @@ def _import(module_name: str, target: str) -> object:
 
     A module that calls ``sys.exit(0)`` must not end ddpopt with a success code.
     """
-    # the user's modules come first, but only here: a file 'rich.py' must not hide the package that we import
     try:
-        with patch.object(sys, "path", sorted(sys.path, key=lambda at: at not in ("", os.getcwd()))):
+        with _current_folder_first():
             return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise _fault(target, f"importing {module_name!r}", error) from error
+        package, _, last = error.name.rpartition(".")
+        folders = getattr(sys.modules.get(package), "__path__", [os.getcwd()])
+        near = did_you_mean(last, [module.name for module in pkgutil.iter_modules(folders)])
         raise UsageError(
             f"target {target!r}: there is no module {error.name!r}; install it, or add the directory that "
-            "contains it to PYTHONPATH"
+            f"contains it to PYTHONPATH{near}"
         ) from error
     except (Exception, SystemExit) as error:
         raise _fault(target, f"importing {module_name!r}", error) from error
+
+
+@contextlib.contextmanager
+def _current_folder_first() -> Iterator[None]:
+    """Look for modules in the current folder first, if it is on the path.
+
+    Only while the user's code runs: a file 'rich.py' must not hide the package that ddpopt imports. What that
+    code adds to the path stays there.
+    """
+    first = [entry for entry in sys.path if entry in ("", os.getcwd())][:1]
+    sys.path[:0] = first
+    try:
+        yield
+    finally:
+        for entry in first:
+            with contextlib.suppress(ValueError):  # that code may have removed it
+                sys.path.remove(entry)
 
 
 def _name_of(factory: Callable[[], object]) -> str:
@@ -149,7 +169,7 @@ def _call(
 ) -> object:
     """Call a factory under a seed, and restore the caller's generator state."""
     try:
-        with torch.random.fork_rng(devices=()):
+        with _current_folder_first(), torch.random.fork_rng(devices=()):
             torch.manual_seed(seed)
             return factory()
     except (Exception, SystemExit) as error:

@@ -325,9 +325,10 @@ def _listed(title: str, rows: Iterable[Any]) -> str:
 
 
 def main() -> None:
-    """Run the command; targets are looked for in the current directory too, packages there at last."""
+    """Run the command; modules are looked for in the current directory too, after all other places."""
     sys.path.append(os.getcwd())
     stdout = sys.stdout
     sys.stdout = open(os.dup(1), "w", encoding=stdout.encoding, errors=stdout.errors)  # noqa: SIM115
+    vars(sys)["__stdout__"] = sys.stdout  # whose terminal's width counts
     os.dup2(2, 1)  # what the target's own processes and libraries print
     app(prog_name="ddpopt")

@@ -97,7 +97,7 @@ def storages(node: fx.Node) -> list[int]:
 
 
 def by_storage(nodes: Iterable[fx.Node]) -> dict[int, list[fx.Node]]:
-    """The nodes behind whose tensors each storage is, by the storage's identity."""
+    """For the identity of each storage, the nodes whose tensors it holds."""
     found: dict[int, list[fx.Node]] = {}
     for node in nodes:
         for key in storages(node):

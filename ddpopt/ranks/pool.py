@@ -52,10 +52,12 @@ OWN_LINES = re.compile(
     r'|  File "[^"]*/(_pytest/|pytest/|pluggy/|ddpopt/testing/|ddpopt/ranks/process\.py).*)\n',
     re.MULTILINE,
 )
+# Last, the current folder comes first, as with `python -m`: tasks name modules of the user.
 BOOT = (
-    "import sys; from multiprocessing.connection import Connection; "
+    "import os, sys; from multiprocessing.connection import Connection; "
     "pipe = Connection(int(sys.argv[1])); sys.path[:] = pipe.recv(); "
-    "from ddpopt.ranks.process import main; main(pipe, sys.argv[2])"
+    "from ddpopt.ranks.process import main; "
+    "sys.path.sort(key=lambda entry: entry not in ('', os.getcwd())); main(pipe, sys.argv[2])"
 )
 
 

@@ -67,8 +67,9 @@ def test_a_result_that_stdout_does_not_take_is_written_all_the_same_and_the_reas
 
 @pytest.mark.nightly
 def test_commands_that_start_together_do_not_disturb_each_other(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(STACK)
-    command = [sys.executable, "-m", "ddpopt", *["verify", "mine:make", "--steps", "1", "--backend", "eager"]]
+    (tmp_path / "test.py").write_text(STACK)  # which the ranks must find too
+    words = "ddpopt verify test:make --steps 1 --backend eager --ddp bucket_cap_mb=1"
+    command = [sys.executable, "-m", *words.split()]
     starts = [subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) for _ in range(6)]
     told = [each.communicate(timeout=500)[0] for each in starts]
     assert [each.returncode for each in starts] == [0] * 6, told

