@@ -30,9 +30,8 @@ class _Command(TyperCommand):
         from ddpopt.judge.report.files import RESULTS, require_writable
 
         params = ctx.params
-        given.require_positive(
-            **{name: params.get(name) for name in ("timeout", "minutes", "examples", "tries")}
-        )
+        limits = ("timeout", "minutes", "examples", "tries")
+        given.require_positive(**{name: params.get(name) for name in limits})
         baseline = params["baseline"] if params.get("update") else None
         require_writable(params.get("json"), params.get("report") or (), baseline)
         RESULTS.set(sys.stdout)
@@ -327,7 +326,8 @@ def _listed(title: str, rows: Iterable[Any]) -> str:
 def main() -> None:
     """Run the command; modules are looked for in the current directory too, after all other places."""
     sys.path.append(os.getcwd())
-    stdout = sys.stdout
+    if (stdout := sys.stdout) is None:
+        sys.exit("ddpopt: error: stdout is closed; redirect it to a file, or to /dev/null")
     sys.stdout = open(os.dup(1), "w", encoding=stdout.encoding, errors=stdout.errors)  # noqa: SIM115
     vars(sys)["__stdout__"] = sys.stdout  # whose terminal's width counts
     os.dup2(2, 1)  # what the target's own processes and libraries print

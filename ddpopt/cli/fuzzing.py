@@ -183,7 +183,7 @@ def minimize(  # one for each option of the command line
             case,
             functools.partial(answer_of, worker),
             tries=tries,
-            seconds=minutes and minutes * 60,
+            seconds=None if minutes is None else minutes * 60,
             tell=lambda found: show_line(
                 f"{found.tries} models tried, steps left: {len(list(found.case.model.all_steps()))}"
             ),

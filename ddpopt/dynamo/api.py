@@ -60,7 +60,8 @@ def compile(  # the public name, as in torch.compile
     """
     ddp = ddp_within(ddp_model)
     if any(_is_compiled(outer) and ddp in outer.modules() for outer in ddp_model.modules()):
-        raise UsageError("ddp_model: expected a module that is not compiled yet; compile it only here")
+        got = f"got {type(ddp_model).__name__}, which is; compile it only here"
+        raise UsageError(f"ddp_model: expected a module that is not compiled yet, {got}")
     dynamo_backend = DdpoptBackend(backend, strategy=strategy, buckets=buckets)
     own_options = {key: v for key, v in (options.get("options") or {}).items() if key not in TORCHS_OPTIONS}
     configured(dynamo_backend.compiler, mode=options.get("mode"), options=own_options)  # checks them now

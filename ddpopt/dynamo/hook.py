@@ -65,6 +65,8 @@ def _remove(choose: Chooser) -> None:
 @contextlib.contextmanager
 def replacing(choose: Chooser) -> Iterator[None]:
     """Like `install`, for the duration of a ``with`` block."""
-    with contextlib.ExitStack() as stack:
-        stack.callback(install(choose))
+    remove = install(choose)
+    try:
         yield
+    finally:
+        remove()

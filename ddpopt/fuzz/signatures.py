@@ -9,11 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from ddpopt.judge.verdict import Finding
 
 ORDER = ("run", "L3", "L0", "L1", "L2")
-_FRAME = re.compile(r"\((?P<file>[^():]+):\d+ in (?P<name>[^()]+)\)$")
+# the last frame of the text; the user's own also has its code
+_FRAME = re.compile(r".*\((?P<file>[^():]+):\d+ in (?P<name>[^():]+)(?:: .*)?\)$", re.DOTALL)
 _ROOT = re.compile(
     r"(?:raised: |InternalTorchDynamoError: |InductorError: |LoweringException: |got )"
     r"(?P<name>[A-Z]\w*(?:Error|Exception|Unsupported|Failed|Interrupt|Symbol\w*))\b"
@@ -71,7 +73,7 @@ def of_error(text: str) -> FailureSignature:
     kind = text.partition(":")[0]
     root = _ROOT.search(text)
     frame = _FRAME.search(text)
-    where = f"{frame['file']} in {frame['name']}" if frame else ""
+    where = f"{Path(frame['file']).name} in {frame['name']}" if frame else ""
     broken = _INVARIANT.search(text)
     what = (root["name"] if root else kind) + (f" ({broken['name']})" if broken else "")
     return FailureSignature("error", what, _named(where))

@@ -134,8 +134,10 @@ def _lost(task: Task, failed: RanksFailed) -> list[Answer]:
     if failure.what not in task.modes:
         raise failed
     # a model's exceptions are caught, so an exception here comes from verification itself
-    kind = Outcome.BACKEND if failure.what == WHOLE else Outcome.WRONG
-    kind = Outcome.BROKEN if failure.kind == "raised" else kind
+    if failure.kind == "raised":
+        kind = Outcome.BROKEN
+    else:
+        kind = Outcome.BACKEND if failure.what == WHOLE else Outcome.WRONG
     return [Answer(failure.what, kind, signature, detail)]
 
 

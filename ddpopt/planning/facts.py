@@ -159,8 +159,9 @@ def parameter_sources(gm: fx.GraphModule, example_inputs: Sequence[object], spec
             held = {node.name: next(values, None)}
         elif node.op in ("get_attr", "call_module"):
             value = fetch(gm, str(node.target))
-            inside = value.named_parameters() if isinstance(value, torch.nn.Module) else ()
-            held = {f"{node.name}.{name}": param for name, param in inside} or {node.name: value}
+            held = {node.name: value}
+            if isinstance(value, torch.nn.Module):
+                held = {f"{node.name}.{name}": param for name, param in value.named_parameters()}
         else:
             continue
         names = {label: specs[id(v)].name for label, v in held.items() if id(v) in specs and requires_grad(v)}

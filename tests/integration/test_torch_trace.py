@@ -32,7 +32,7 @@ SPLIT = "ddpopt_plan optimize_ddp_split_graph segment_0 segment_1 segment_2 ddpo
 SHOWN = [SPLIT, "ddpopt_plan ddpopt_inline_graph", "ddpopt_plan ddpopt_reason", "ddpopt_model_plan " * 3]
 LOGGED = """\
 bucket 0: 16640 bytes of float32 on cpu, in segment 2: 2.bias, 2.weight (2.weight brings it to 16640 bytes, at
-segment 2: 1 nodes of graph 0
+segment 2 of graph 0: input_3 to input_3
 cut of graph 0 before input_2: bucket 1 is complete: 1.weight brings it to 16640 bytes, at
 segment_0 = self.segment_0(
 a graph is compiled whole: it has a single bucket"""

@@ -63,13 +63,14 @@ def failure_of(rank: int, error: BaseException) -> Failure:
 def in_words(error: BaseException) -> str:
     """An exception's type and message, the innermost line of the user's code, and the informative frame."""
     words = " ".join(str(error).split())
-    where = ""
-    if (frame := _telling(traceback.extract_tb(error.__traceback__))) is not None:
+    users, where = users_line(error), ""
+    frame = _telling(traceback.extract_tb(error.__traceback__))
+    if frame is not None and f"({frame.filename}:{frame.lineno} in " not in users:
         file = Path(frame.filename).name
         if frame.filename.startswith("<"):  # fx: '<eval_with_key>.3 from /path/proxy_tensor.py:9 in wrapped'
             file = frame.filename.partition(" from ")[0]
         where = f" ({file}:{frame.lineno} in {frame.name})"
-    return f"{type(error).__name__}: {words[:SHOWN_CHARACTERS]}{users_line(error)}{where}"
+    return f"{type(error).__name__}: {words[:SHOWN_CHARACTERS]}{users}{where}"
 
 
 def _telling(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary | None:

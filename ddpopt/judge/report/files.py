@@ -106,6 +106,8 @@ def _print(text: str) -> None:
     try:
         out.write(text)
         out.flush()
+    except BrokenPipeError:  # the reader has enough, as `head` does: Click ends quietly
+        raise
     except OSError as error:
         with suppress(OSError):
             out.close()  # or the end of the process would try again

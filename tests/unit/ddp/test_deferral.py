@@ -1,4 +1,4 @@
-"""ddpopt.ddp.deferral: stand-ins that wait for the end of a forward, and leave nothing behind."""
+"""ddpopt.ddp.deferral: a reducer that waits for the end of a forward, of which nothing is left."""
 
 import weakref
 from collections.abc import Callable
@@ -23,7 +23,7 @@ def forward(ddp: Any) -> torch.Tensor:
     return output
 
 
-def stands_in(ddp: Any) -> bool:
+def is_pending(ddp: Any) -> bool:
     return isinstance(ddp.reducer, PendingReducer) or isinstance(ddp.logger, PendingLogger)
 
 
@@ -47,7 +47,7 @@ def test_the_plan_is_asked_for_once_at_the_end_of_the_first_synchronized_forward
     torch.autograd.backward(output)
     step(ddp)
     assert asked == [0]
-    assert not stands_in(ddp)
+    assert not is_pending(ddp)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_the_last_call_counts(last: Callable[[Any, Plan], None]) -> None:
     last(ddp, second)
     step(ddp)
     assert imposed_plan(ddp) == second
-    assert not stands_in(ddp)
+    assert not is_pending(ddp)
 
 
 @pytest.mark.parametrize("failure", ["raises", "does not fit"])

@@ -740,7 +740,7 @@ def test_a_ddp_module_that_is_compiled_is_refused(place: str) -> None:
     else:
         ddp = torch.compile(ddp, backend="eager")
     said = refusal(ddp_model=nn.Sequential(ddp) if place == "inside a wrapper" else ddp)
-    assert said == "ddp_model: expected a module that is not compiled yet; compile it only here"
+    assert said.startswith("ddp_model: expected a module that is not compiled yet, got ")
 
 
 @pytest.mark.parametrize("given", [ddpopt.replacing_ddp_optimizer, functools.partial(DdpoptBackend, "eager")])
