@@ -22,9 +22,10 @@ PROJECT = ROOT / "examples/pytest_project"
 PAGES = (ROOT / "README.md", PROJECT / "README.md", *sorted(ROOT.glob("docs/*.md")))
 BLOCK = re.compile(r"^```(python|bash)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 BLOCKS = {page.relative_to(ROOT).as_posix(): BLOCK.findall(page.read_text()) for page in PAGES}
-LEFT_OUT = ("pip install", " make ", "ci/multigpu.sh", "cuda", "--store", "gate --baseline")
+del BLOCKS["docs/frameworks.md"]  # lines of examples/, which tests/integration/frameworks compares and runs
+LEFT_OUT = ("pip install", " make ", "ci/multigpu.sh", "ci/releases.sh", "cuda", "--store", "gate --baseline")
 """Never run. They need the network (`make wheel-test` installs); run these tests, or take hours (test_docs.py
-knows the targets); run tests that run by themselves; need a GPU; write stored figures (a test of
+knows the targets); are two scripts that run tests; need a GPU; write stored figures (a test of
 benchmarks/summary.py does so elsewhere); compare this repository's own baseline, as ci/gate.sh does."""
 NIGHTLY = ("inductor", "per-node 8", "per-node 4", "fuzz", "minimize", "pytest -n", "-m pytest")
 """Run with --nightly only. By day tests/unit/cli/test_page.py looks at the options of all commands."""

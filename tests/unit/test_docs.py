@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md")))
 EACH = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-LANGUAGES = {"python", "bash", "text", "yaml", "{eval-rst}", "{toctree}", "{include}"}
+LANGUAGES = {"python", "bash", "text", "yaml", "diff", "{eval-rst}", "{toctree}", "{include}"}
 """A command in a block of another kind would not be run (tests/integration/test_pages.py)."""
 
 
