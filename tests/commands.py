@@ -1,11 +1,18 @@
-"""Running ``ddpopt`` in the process of a test."""
+"""Running ``ddpopt`` in the process of a test, and Python in one of its own."""
 
 import resource
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 from typer.testing import CliRunner
 
 from ddpopt.cli.app import app
+from ddpopt.ranks.environment import environment_of_no_rank
+
+TWO_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+"""Words for `python` that have torchrun start two processes with what follows."""
 
 
 def run(*words: str) -> Any:  # the type of the runner's results moves with typer's versions
@@ -20,3 +27,10 @@ def run_where_no_file_can_be_written(*words: str) -> Any:
         return run(*words)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def python(*words: str, folder: Path | None = None, **variables: str) -> "subprocess.CompletedProcess[str]":
+    """A new interpreter that is no rank, in the current folder if in no other: its exit code and output."""
+    own = {**environment_of_no_rank(), "OMP_NUM_THREADS": "1", **variables}
+    command = [sys.executable, *words]
+    return subprocess.run(command, cwd=folder, env=own, capture_output=True, text=True, timeout=500)

@@ -1,7 +1,6 @@
 """What only a new interpreter shows: what an import brings along, and that nothing hangs on this process."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,17 +9,10 @@ from typing import Any
 import pytest
 
 import ddpopt
+from tests.commands import python
 
 ROOT = Path(__file__).parents[2]
 WITHOUT_TORCH = ("testing.plugin", "judge.report.text", "judge.report.junit", "judge.report.html", "cli.app")
-LIGHT = f"""
-import sys
-import ddpopt
-names = ddpopt.__all__
-for module in {WITHOUT_TORCH}:
-    __import__(f"ddpopt.{{module}}")
-    print(module, len(names), "torch" in sys.modules)
-"""
 STACK = """
 import atexit, os
 import torch
@@ -40,13 +32,9 @@ def test_another_process_finds_the_target_in_its_directory_and_makes_the_same_pl
     for name in ("typer", "rich", "torch", "cases", "random"):  # packages that are used, and not these files
         (tmp_path / f"{name}.py").write_text("raise RuntimeError(__file__)")
     (tmp_path / "test.py").write_text(STACK)  # but the target, and not the standard library's
-    other_order = {**os.environ, "PYTHONHASHSEED": "12345"}
     for options in ("-P -m", "-m"):  # -P: without the current directory, as the installed script starts
         words = f"{options} ddpopt explain test:make --ddp bucket_cap_mb=0.05 --json -"
-        command = [sys.executable, *words.split()]
-        done = subprocess.run(
-            command, cwd=tmp_path, env=other_order, capture_output=True, text=True, check=False, timeout=120
-        )
+        done = python(*words.split(), folder=tmp_path, PYTHONHASHSEED="12345")
         # once each, and not on stdout
         assert (done.returncode, done.stderr.split()) == (0, ["imported", "called", "left"])
     made: dict[str, Any] = {}
@@ -75,9 +63,10 @@ def test_commands_that_start_together_do_not_disturb_each_other(tmp_path: Path) 
     assert [each.returncode for each in starts] == [0] * 6, told
 
 
-def test_pytests_plugin_and_the_reports_import_no_torch() -> None:
-    done = subprocess.run([sys.executable, "-c", LIGHT], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == [f"{module} {len(ddpopt.__all__)} False" for module in WITHOUT_TORCH]
+@pytest.mark.parametrize("module", WITHOUT_TORCH)
+def test_pytests_plugin_and_the_reports_import_no_torch(module: str) -> None:
+    done = python("-c", f"import sys, ddpopt.{module}; assert ddpopt.__all__ and 'torch' not in sys.modules")
+    assert done.returncode == 0, done.stderr
 
 
 def test_importing_every_module_of_ddpopt_changes_nothing_in_torch() -> None:
@@ -97,7 +86,4 @@ for name in names:
         importlib.import_module(name)
 print(len(names) > 100, state() == before)
 """
-    printed = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert printed.stdout == "True True\n"
+    assert python("-c", program, folder=ROOT).stdout == "True True\n"

@@ -1,16 +1,15 @@
 """What torch's own tools show of a compilation: the log, the raw trace, and the page that tlparse makes."""
 
 import json
-import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from ddpopt.planning.plan import Plan
 from ddpopt.proof.certificate import INVARIANTS
+from tests.commands import python
 
 PROGRAM = """
 import torch
@@ -51,9 +50,7 @@ def of_ddpopt(trace: str) -> Iterator[tuple[str, object, str]]:
 
 
 def test_each_compilation_shows_its_plan_its_graphs_and_the_proof(tmp_path: Path) -> None:
-    environment = {**os.environ, "TORCH_TRACE": str(tmp_path / "raw"), "TORCH_LOGS": "ddp_graphs"}
-    command = [sys.executable, "-c", PROGRAM]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    done = python("-c", PROGRAM, TORCH_TRACE=str(tmp_path / "raw"), TORCH_LOGS="ddp_graphs")
     (raw,) = (tmp_path / "raw").iterdir()
     entries = [*of_ddpopt(raw.read_text())]
     shown: dict[object, list[str]] = {}

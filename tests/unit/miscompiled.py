@@ -46,12 +46,8 @@ class Short(nn.Module):
         return torch.tanh(self.layer(x))
 
 
-class Aliased(nn.Module):
+class Aliased(Short):
     """Writes to what an operator hands back, which is its argument though it does not say so."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         scale = x.detach().abs()

@@ -2,13 +2,11 @@
 
 import importlib.util
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from ddpopt.ranks.environment import environment_of_no_rank
+from tests.commands import TWO_RANKS, python
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "frameworks.md").read_text(encoding="utf-8")
@@ -21,23 +19,6 @@ FRAMEWORKS = {
 }
 
 
-def run(*arguments: str) -> str:
-    """Run torchrun on two ranks; the output of both."""
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        *arguments,
-    ]
-    environment = {**environment_of_no_rank(), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
@@ -45,9 +26,11 @@ def run(*arguments: str) -> str:
 def test_an_example_trains_as_in_eager_and_through_ddpopt(example: str, backend: str) -> None:
     if importlib.util.find_spec(FRAMEWORKS[example]) is None:
         pytest.skip(f"{FRAMEWORKS[example]} is missing: pip install .[integrations]")
-    out = run("tests/integration/frameworks/watched.py", f"examples/{example}.py", backend)
-    assert out.count("equal to eager: yes") == 1, out
-    assert out.count("modules: EAGER, FOLLOWED\n") == 2, out
+    words = "tests/integration/frameworks/watched.py", f"examples/{example}.py", backend
+    done = python(*TWO_RANKS, *words, folder=ROOT, GLOO_SOCKET_IFNAME="lo")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("equal to eager: yes") == 1, done.stdout
+    assert done.stdout.count("modules: EAGER, FOLLOWED\n") == 2, done.stdout
 
 
 def test_each_command_and_recipe_of_the_page_is_one_of_an_example() -> None:

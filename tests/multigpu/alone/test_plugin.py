@@ -4,25 +4,18 @@ Each suite stands in a folder of its own, and runs as its user would run it: und
 and under torchrun.
 """
 
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from uuid import uuid4
 
 import pytest
 
-from ddpopt.ranks.environment import environment_of_no_rank
 from ddpopt.ranks.marked import marked
+from tests.commands import TWO_RANKS, python
 
 pytestmark = pytest.mark.timeout(240)
 
 REPOSITORY = Path(__file__).parents[3]
-RUN_KEY = "DDPOPT_TEST_RUN"
-# Nothing here may hang: this limit is far above those of the samples.
-RUN_LIMIT_S = 200.0
-GONE_LIMIT_S = 60.0
 SAMPLES = """
 import os
 import signal
@@ -84,6 +77,14 @@ def test_one_rank_is_killed(ddp_ranks):
 def test_after(ddp_ranks):
     dist.barrier()
 """
+OUTCOMES = [
+    "ERROR one_rank_fails_in_a_fixture",
+    "FAILED one_rank_fails",
+    "FAILED one_rank_fails_and_its_peer_waits_for_it",
+    "FAILED one_rank_is_killed",
+    "PASSED gather",
+    "PASSED sum",
+]
 DIFFERENT = """
 import os
 
@@ -93,54 +94,19 @@ import pytest
 @pytest.mark.world_size(2)
 def test_named(name): pass
 """
-PLAIN = ("pytest",)
-TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "pytest")
+PLAIN = ("-m", "pytest")
+TORCHRUN = (*TWO_RANKS, "-m", "pytest")
 
 
-class Suite:
-    """A user's suite, and the processes of its runs."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.mark = f"{RUN_KEY}={uuid4().hex}"
-        (folder / "pytest.ini").write_text("[pytest]\naddopts = --strict-markers\n")
-
-    def write(self, text: str, name: str = "test_samples.py") -> None:
-        (self.folder / name).write_text(text)
-
-    def start(self, launcher: Sequence[str], *args: str) -> "subprocess.Popen[str]":
-        name, _, value = self.mark.partition("=")
-        environment = environment_of_no_rank() | {name: value, "OMP_NUM_THREADS": "1"}
-        return subprocess.Popen(
-            [sys.executable, "-m", *launcher, "-p", "no:cacheprovider", "-rA", *args],
-            cwd=self.folder,
-            env=environment | {"PYTHONPATH": str(REPOSITORY)},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-
-    def run(self, launcher: Sequence[str], *args: str) -> tuple[int, str]:
-        """The exit code and everything that was written."""
-        process = self.start(launcher, *args)
-        text, _ = process.communicate(timeout=RUN_LIMIT_S)
-        assert marked(self.mark) == []
-        return process.returncode, text
-
-
-@pytest.fixture
-def suite(tmp_path: Path) -> Iterator[Suite]:
-    made = Suite(tmp_path)
-    yield made
-    wait_until(lambda: not marked(made.mark))
-
-
-def wait_until(sign: Callable[[], bool], limit_s: float = GONE_LIMIT_S) -> None:
-    deadline = time.monotonic() + limit_s
-    while not sign():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+def run(folder: Path, suite: str, launcher: Sequence[str], *args: str) -> tuple[int, str]:
+    """Run a user's suite, of which no process may stay; its exit code and everything that was written."""
+    (folder / "pytest.ini").write_text("[pytest]\naddopts = --strict-markers\n")
+    (folder / "test_samples.py").write_text(suite)
+    mark = uuid4().hex
+    words = [*launcher, "-p", "no:cacheprovider", "-rA", *args]
+    done = python(*words, folder=folder, PYTHONPATH=str(REPOSITORY), DDPOPT_TEST_RUN=mark)
+    assert marked(f"DDPOPT_TEST_RUN={mark}") == []
+    return done.returncode, done.stdout + done.stderr
 
 
 def outcomes(text: str) -> list[str]:
@@ -149,20 +115,10 @@ def outcomes(text: str) -> list[str]:
     return sorted(line.replace("test_samples.py::test_", "") for line in shown)
 
 
-def test_plain_pytest_reports_each_test_and_survives_every_kind_of_failure(suite: Suite) -> None:
-    suite.write(SAMPLES)
-    code, text = suite.run(PLAIN)
-    assert outcomes(text) == [
-        "ERROR one_rank_fails_in_a_fixture",
-        "FAILED one_rank_fails",
-        "FAILED one_rank_fails_and_its_peer_waits_for_it",
-        "FAILED one_rank_is_killed",
-        "FAILED one_rank_stalls",
-        "PASSED a_group_without_the_fixture",
-        "PASSED after",
-        "PASSED gather",
-        "PASSED sum",
-    ], text
+def test_plain_pytest_reports_each_test_and_survives_every_kind_of_failure(tmp_path: Path) -> None:
+    code, text = run(tmp_path, SAMPLES, PLAIN)
+    more = ["FAILED one_rank_stalls", "PASSED a_group_without_the_fixture", "PASSED after"]
+    assert outcomes(text) == sorted([*OUTCOMES, *more]), text
     failures, _, _ = text.partition("short test summary info")  # which repeats them in full where CI is set
     assert failures.count("[rank 1] call failed:\ntest_samples.py") == 2, text
     assert "[rank 1] setup failed:" in text
@@ -175,18 +131,10 @@ def test_plain_pytest_reports_each_test_and_survives_every_kind_of_failure(suite
 
 
 def test_under_torchrun_a_failure_is_shown_by_rank_zero_and_the_run_goes_on_until_a_rank_dies(
-    suite: Suite,
+    tmp_path: Path,
 ) -> None:
-    suite.write(SAMPLES)
-    code, text = suite.run(TORCHRUN, "-k", "sum or fails or gather or killed or after")
-    assert outcomes(text) == [
-        "ERROR one_rank_fails_in_a_fixture",
-        "FAILED one_rank_fails",
-        "FAILED one_rank_fails_and_its_peer_waits_for_it",
-        "FAILED one_rank_is_killed",
-        "PASSED gather",
-        "PASSED sum",
-    ], text
+    code, text = run(tmp_path, SAMPLES, TORCHRUN, "-k", "sum or fails or gather or killed or after")
+    assert outcomes(text) == OUTCOMES, text
     assert "[rank 1] setup failed:" in text, text
     assert "only rank 1 says this" in text
     assert "[rank 1] call failed:\nthis rank sent no report: it died or was terminated" in text
@@ -196,9 +144,8 @@ def test_under_torchrun_a_failure_is_shown_by_rank_zero_and_the_run_goes_on_unti
 
 
 @pytest.mark.nightly
-def test_under_torchrun_a_rank_that_stalls_ends_the_run_and_says_where_it_was(suite: Suite) -> None:
-    suite.write(SAMPLES)
-    code, text = suite.run(TORCHRUN, "-k", "stalls or after")
+def test_under_torchrun_a_rank_that_stalls_ends_the_run_and_says_where_it_was(tmp_path: Path) -> None:
+    code, text = run(tmp_path, SAMPLES, TORCHRUN, "-k", "stalls or after")
     assert "[rank 1] call failed:\nthis rank sent no report: it died or was terminated" in text, text
     assert "in sleep_here" in text
     assert "a rank was lost; the tests after this one were not run" in text
@@ -209,10 +156,9 @@ def test_under_torchrun_a_rank_that_stalls_ends_the_run_and_says_where_it_was(su
 @pytest.mark.nightly
 @pytest.mark.parametrize("launcher", [PLAIN, TORCHRUN], ids=["plain", "torchrun"])
 def test_no_test_runs_where_the_ranks_collected_different_ones(
-    suite: Suite, launcher: tuple[str, ...]
+    tmp_path: Path, launcher: tuple[str, ...]
 ) -> None:
-    suite.write(DIFFERENT)
-    code, text = suite.run(launcher)
+    code, text = run(tmp_path, DIFFERENT, launcher)
     difference = (
         "the ranks collected different tests:\n"
         "  rank 1 lacks 1 of rank 0's 2 tests: test_samples.py::test_named[0]\n"

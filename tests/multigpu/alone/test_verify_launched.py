@@ -5,16 +5,14 @@ What counts is its exit codes, what it writes, and that nothing is left.
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from ddpopt.ranks.environment import environment_of_no_rank
+from tests.commands import TWO_RANKS, python
 
 pytestmark = pytest.mark.timeout(240)
 
-ROOT = Path(__file__).parents[3]
 MODELS = """
 import inspect, time
 import torch
@@ -61,19 +59,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(folder: Path, *arguments: str, torchrun: bool = False) -> "subprocess.CompletedProcess[str]":
+def run(folder: Path, *arguments: str, ranks: tuple[str, ...] = ()) -> "subprocess.CompletedProcess[str]":
     """Run ``ddpopt verify`` in a folder, on ranks of its own or on two of torchrun's."""
-    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if torchrun else []
-    command = [sys.executable, *ranks, "-m", "ddpopt", "verify", *arguments]
-    environment = {**environment_of_no_rank(), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
-
-
-@pytest.mark.nightly
-def test_a_model_of_the_transformers_library_is_right() -> None:
-    done = run(ROOT, "examples.transformers_gpt2:make")
-    assert done.returncode == 0, done.stderr
-    assert "RIGHT: examples.transformers_gpt2:make on 2 ranks" in done.stdout
+    return python(*ranks, "-m", "ddpopt", "verify", *arguments, folder=folder)
 
 
 @pytest.mark.parametrize("located", [False, pytest.param(True, marks=pytest.mark.nightly)])
@@ -90,7 +78,7 @@ def test_a_backend_that_is_wrong_ends_with_1_and_is_located(located: bool, folde
 
 def test_under_torchrun_its_ranks_are_used_and_one_of_them_reports(folder: Path) -> None:
     files = ["--json", "v.json", "--report", "v.xml", "--report", "v.html"]
-    done = run(folder, "shop:small", "--backend", "aot_eager", *files, torchrun=True)
+    done = run(folder, "shop:small", "--backend", "aot_eager", *files, ranks=TWO_RANKS)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("RIGHT: shop:small on 2 ranks") == 1
     assert all((folder / name).stat().st_size > 100 for name in ("v.json", "v.xml", "v.html"))
@@ -99,7 +87,7 @@ def test_under_torchrun_its_ranks_are_used_and_one_of_them_reports(folder: Path)
 @pytest.mark.nightly
 def test_a_search_under_torchrun_that_does_not_end_is_reported_at_its_limit(folder: Path) -> None:
     files = ["--json", "v.json", "--report", "v.html"]
-    done = run(folder, "shop:net", "--backend", "stuck", *files, torchrun=True)
+    done = run(folder, "shop:net", "--backend", "stuck", *files, ranks=TWO_RANKS)
     assert done.returncode == 1, done.stderr
     location = json.loads((folder / "v.json").read_text())["location"]
     assert "the time was over before the search ended" in location["note"]

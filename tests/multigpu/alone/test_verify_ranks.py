@@ -25,6 +25,7 @@ from ddpopt.ranks.failures import Kind, RanksFailed
 from ddpopt.ranks.group import Ranks, joined, under_torchrun
 from ddpopt.ranks.marked import marked
 from ddpopt.ranks.pool import LAST_WORDS_S, PATIENCE_S, Pool, launch
+from tests.commands import TWO_RANKS
 from tests.selftest.faults import DEADLY
 from tests.selftest.trials import Found, died, try_fault
 
@@ -89,15 +90,14 @@ def soon(sign: Callable[[], bool], limit_s: float = 30.0) -> bool:
     return sign()
 
 
-def script(folder: Path, text: str) -> list[str]:
-    path = folder / "script.py"
-    path.write_text(text)
-    return [sys.executable, str(path)]
+def script(folder: Path, text: str) -> str:
+    (folder / "script.py").write_text(text)
+    return str(folder / "script.py")
 
 
-def start(command: list[str]) -> "subprocess.Popen[str]":
-    environment = environment_of_no_rank() | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    pipe = subprocess.PIPE
+def start(*words: str) -> "subprocess.Popen[str]":
+    command, pipe = [sys.executable, *words], subprocess.PIPE
+    environment = {**environment_of_no_rank(), "PYTHONPATH": str(REPOSITORY)}
     return subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True)
 
 
@@ -134,10 +134,10 @@ print(launch(lambda ranks: ranks.size, nproc=1, limit_s=60))
 
 
 def test_a_script_without_a_main_guard_gets_each_ranks_value_and_rank_zeros_events_in_order(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command = ["env", "-u", "OMP_NUM_THREADS", *script(tmp_path, WITHOUT_A_GUARD)]
-    code, text = finish(start(command))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    code, text = finish(start(script(tmp_path, WITHOUT_A_GUARD)))
     others = "['rank 0 of 2 on cpu by gloo', 'rank 1 of 2 on cpu by gloo']"
     assert (code, text.splitlines()) == (
         0,
@@ -406,10 +406,6 @@ with joined(on_event=heard.append, timeout_s=30) as ranks:
 """
 
 
-def torchrun(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "torch.distributed.run", *arguments]
-
-
 def joined_ranks_said(text: str) -> list[str]:
     return sorted(line for line in text.splitlines() if " of 2: " in line)
 
@@ -420,8 +416,7 @@ JOINED = ["0 of 2: [0, 10] ['done']", "1 of 2: [0, 10] []"]
 def test_torchruns_ranks_are_joined_and_each_one_that_passes_a_limit_shows_where_it_was(
     tmp_path: Path,
 ) -> None:
-    command = torchrun("--standalone", "--nproc-per-node", "2", *script(tmp_path, JOINING)[1:], "stall")
-    code, text = finish(start(command))
+    code, text = finish(start(*TWO_RANKS, script(tmp_path, JOINING), "stall"))
     assert joined_ranks_said(text) == JOINED, text
     assert "Timeout (0:00:02" in text or "Timeout (0:00:01" in text
     assert f'File "{tmp_path}/script.py", line 14 in <module>' in text
@@ -430,13 +425,13 @@ def test_torchruns_ranks_are_joined_and_each_one_that_passes_a_limit_shows_where
 
 @pytest.mark.nightly
 def test_ranks_on_two_nodes_are_joined(tmp_path: Path) -> None:
-    path = script(tmp_path, JOINING)[1]
     c10d: Any = dist  # torch does not mark its re-exports
     # This process holds the store that the nodes meet at: nobody else can take its port in between.
     store = c10d.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     meeting = f"--rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:{store.port} --rdzv-conf=is_host=0"
-    node = torchrun(*["--nnodes=2", "--nproc-per-node=1", "--local-addr=127.0.0.1"], *meeting.split(), path)
-    ended = [finish(process) for process in [start(node), start(node)]]
+    node = f"-m torch.distributed.run --nnodes=2 --nproc-per-node=1 --local-addr=127.0.0.1 {meeting}".split()
+    nodes = [start(*node, script(tmp_path, JOINING)) for _ in range(2)]
+    ended = [finish(process) for process in nodes]
     assert [code for code, _ in ended] == [0, 0], ended
     assert joined_ranks_said("".join(text for _, text in ended)) == JOINED
 

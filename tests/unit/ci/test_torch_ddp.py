@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from ci.torch_ddp.__main__ import ACCEPTED
-from ci.torch_ddp.table import Accepted, Ending, Job, Outcome, judged, only_by_us, table, unaccepted
+from ci.torch_ddp.table import Accepted, Ending, Job, Outcome, judged, only_by_us, unaccepted
 
 ROOT = Path(__file__).parents[3]
 ENDINGS: dict[str, Ending] = {".": "passed", "F": "failed", "s": "skipped", "t": "timed out"}
@@ -47,26 +47,10 @@ def test_a_reason_accepts_a_test_with_all_caps_and_nothing_else() -> None:
     assert unaccepted(outcomes | runs("a", "...F."), {"a": Accepted("split", "so.")}) == []
 
 
-def test_reasons_are_for_tests_that_torch_has_and_are_sentences() -> None:
+def test_reasons_are_for_tests_that_torch_has_and_say_where_they_fail() -> None:
     import torch
 
     suite = Path(torch.__file__).parent / "testing/_internal/distributed/distributed_test.py"
     names = re.findall(r"def (test_\w+)\(", suite.read_text())
-    for test, accepted in ACCEPTED.items():
-        assert test in names
-        assert accepted.where
-        assert accepted.reason.endswith(".")
-
-
-def test_the_tables_show_counts_then_failures_then_reasons() -> None:
-    outcomes = runs("test_a", ".....") | runs("test_b", "..FF.") | runs("test_c", "...tF", small=True)
-    outcomes |= runs("test_d", ".F.F.") | runs("test_e", "F....")
-    accepted = {"test_d": Accepted("no", "nobody wants it.")}
-    counts, failures, reasons = table(outcomes, accepted, 0.5).split("\n\n")
-    assert "| the test's | split | 1 | 2 | 2 | 0 |" in counts.splitlines()
-    assert failures.splitlines()[2:] == [
-        "| the test's | `test_b` | DDPOptimizer, split | **yes** | split: no \\| way |",
-        "| the test's | `test_d` | whole graph, split | accepted | split: no \\| way |",
-        "| 0.5 MiB | `test_c` | split, inline | **yes** | split: no \\| way |",
-    ]
-    assert reasons == "- `test_d` fails only with ddpopt because nobody wants it."
+    assert ACCEPTED.keys() <= {*names}
+    assert all(accepted.where for accepted in ACCEPTED.values())

@@ -11,8 +11,6 @@ from ddpopt.cli import app as cli
 
 PAGE = Path(__file__).parents[3] / "docs" / "cli.md"
 TABLES = re.compile(r"(?<=<!-- generated -->\n).*?(?=\n<!-- end -->)", re.DOTALL)
-OWN = {("minimize", "out")}
-"""A file in place of a folder."""
 
 
 def options() -> dict[str, dict[str, Any]]:
@@ -56,13 +54,3 @@ def test_every_option_that_a_page_prints_exists() -> None:
     for page in PAGE.parent.glob("*.md"):
         for command in re.findall(r"ddpopt [a-z]+ [^`#\n]+", page.read_text(encoding="utf-8")):
             assert [word for word in re.findall(r"--[a-z-]+", command) if f"'{word}'" not in known] == []
-
-
-def test_an_option_means_the_same_in_every_command() -> None:
-    seen: dict[str, tuple[object, ...]] = {}
-    for command, known in options().items():
-        assert command != "verify" or len(known) <= 12
-        for name, option in known.items():
-            if (command, name) not in OWN:
-                what = (option.opts, option.help, option.default, option.metavar)
-                assert seen.setdefault(name, what) == what, (command, name)

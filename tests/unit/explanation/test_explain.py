@@ -1,7 +1,6 @@
 """The text of explanations, and what cannot be explained."""
 
 import json
-import re
 from dataclasses import asdict
 
 import pytest
@@ -131,16 +130,6 @@ def test_buckets_that_ddp_never_rebuilds_are_its_initial_ones() -> None:
     assert [bucket.params[0] for bucket in explanation.ddp.buckets] == ["layers.1.bias", "layers.0.weight"]
     assert explanation.torch.unseen == ("layers.2.weight", "layers.2.bias")
     assert (explanation.plan_tally.unseen, explanation.torch_tally.unseen) == (2, 2)
-
-
-def test_no_line_is_longer_than_80_columns_or_ends_in_a_blank(monkeypatch: pytest.MonkeyPatch) -> None:
-    explanation = explained("mixed_dtypes")
-    plain = str(explanation)
-    for variable, value in (("COLUMNS", "200"), ("FORCE_COLOR", "1"), ("TERM", "dumb")):
-        monkeypatch.setenv(variable, value)
-    assert str(explanation) == plain
-    assert max(map(len, plain.splitlines())) <= 80
-    assert not re.search(r"\x1b|[ \t]$", plain, re.MULTILINE)
 
 
 def test_json_holds_the_plan_and_all_else_that_is_shown() -> None:

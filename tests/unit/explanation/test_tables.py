@@ -23,7 +23,8 @@ COLUMNS = [Column("bucket", "right"), Column("gradients")]
 def test_a_cell_that_fills_wraps_between_names_or_inside_a_longer_one_and_loses_nothing(
     name: str, columns: str, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", columns)
+    for variable, value in (("COLUMNS", columns), ("FORCE_COLOR", "1"), ("TERM", "dumb")):
+        monkeypatch.setenv(variable, value)
     lines = table(COLUMNS, [(0, ", ".join([name] * 6))]).splitlines()
     assert width - len("layers.0.weight, ") < max(map(len, lines)) <= width
     assert max(map(len, paragraph("word " * 30).splitlines())) in (width - 1, width - 2)

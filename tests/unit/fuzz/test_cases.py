@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from ddpopt.errors import UsageError
-from ddpopt.fuzz.asking import as_scripted
 from ddpopt.fuzz.cases import FoundCase, read_model
 from ddpopt.fuzz.questions import Outcome, Setting
 from ddpopt.fuzz.scripting import script_of
@@ -76,12 +75,6 @@ def test_the_script_of_a_fault_of_ddpopts_has_ddpopt_judge() -> None:
     assert "mode='ddpopt-split'" in script
     trained = replace(CASE, model=replace(MODEL, training="clipping"))
     assert "options=['clipping']" in script_of(trained, "x.py")
-
-
-def test_a_script_may_run_more_steps_than_show_it_to_verification() -> None:
-    case = replace(CASE, mode="whole", setting=Setting(steps=1))
-    assert [candidate.setting.steps for candidate in as_scripted(case)] == [1, 2, 3]
-    assert next(as_scripted(case)) is case
 
 
 @pytest.mark.parametrize(("in_float64", "truth"), [(1.0 + 5e-7, 1.0 + 5e-7), (0.5, 1.0)])

@@ -127,7 +127,8 @@ def test_each_candidate_is_smaller_so_that_a_search_comes_to_an_end() -> None:
 
 
 @pytest.mark.parametrize(
-    ("needed", "told"), [(1, "interpreter"), (2, "with 2 steps"), (4, "DOES NOT REPRODUCE")]
+    ("needed", "told"),
+    [(1, "interpreter"), (2, "with 2 steps"), (3, "with 3 steps"), (4, "DOES NOT REPRODUCE")],
 )
 def test_a_script_runs_the_fewest_steps_that_show_the_failure_and_says_how_many(
     needed: int, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

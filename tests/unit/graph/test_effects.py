@@ -44,7 +44,6 @@ def filled(args: Any, kwargs: Any, inputs: list[fx.Node]) -> tuple[Any, Any]:
 
 
 A, B, C = At(0), At(1), At(2)
-STATISTICS = {"running_mean": B, "running_var": C}
 
 MUTATING: dict[str, tuple[Write, str]] = {
     "method with underscore": (method("add_", A, B), "x0"),
