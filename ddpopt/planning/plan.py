@@ -134,10 +134,7 @@ class Plan:
             f"{', '.join(b.params)} ({b.reason})"
             for b in self.buckets
         ]
-        lines += [
-            f"segment {s.index} of graph {s.graph}: {' to '.join(s.nodes[:1] + s.nodes[-1:])}"
-            for s in self.segments
-        ]
+        lines += [f"segment {s.index} of graph {s.graph}, nodes: {len(s.nodes)}" for s in self.segments]
         lines += [f"cut of graph {c.graph} before {c.before}: {c.reason}" for c in self.cuts]
         return "\n".join(lines)
 
