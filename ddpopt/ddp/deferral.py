@@ -171,7 +171,7 @@ class Deferral:
         return ddp.reducer
 
     def _install(self, ddp: Any, plan: Plan, joined: bool) -> None:
-        show("ddpopt_model_plan", plan.__str__, plan.to_json)
+        show("ddpopt_model_plan", plan.to_json, "json")
         install(ddp, plan)
         if self._noting:  # the noting hooks put users' hooks before the new reducer's
             ready_hooks(ddp).take_over()

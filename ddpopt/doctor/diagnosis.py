@@ -73,7 +73,6 @@ class Diagnosis:
         steps: the number of steps of each mode.
         ranks: the number of ranks whose inputs were tried for unused parameters.
         torch_version: version of torch.
-        is_supported: whether ddpopt supports that release; it has all private names that ddpopt uses.
         python_version: version of Python.
         findings: the findings, most important first.
         buckets: for each mode that ran to its end, the buckets of the running reducer.
@@ -86,7 +85,6 @@ class Diagnosis:
     steps: int
     ranks: int
     torch_version: str
-    is_supported: bool
     python_version: str
     findings: tuple[Advice, ...]
     buckets: dict[str, tuple[ObservedBucket, ...]]
@@ -111,10 +109,9 @@ class Diagnosis:
         return "\n\n".join(self._blocks())
 
     def _blocks(self) -> Iterator[str]:
-        supported = "supported" if self.is_supported else f"ddpopt supports {RELEASES}"
         yield paragraph(
             f"{self.model}: {self.steps} steps in each mode, backend {self.backend}, torch "
-            f"{self.torch_version} ({supported}), Python {self.python_version}",
+            f"{self.torch_version} (supported: {RELEASES}), Python {self.python_version}",
             "  ",
         )
         if self.problems:

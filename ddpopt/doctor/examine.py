@@ -7,7 +7,6 @@ labeled as a prediction.
 from __future__ import annotations
 
 import platform
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -29,7 +28,7 @@ from ddpopt.explanation.tables import MIB, names
 from ddpopt.judge.backends import backend_of
 from ddpopt.planning.limits import BucketConfig
 from ddpopt.ranks.group import one_rank
-from ddpopt.torch_private import RELEASES, require_supported
+from ddpopt.torch_private import require_supported
 
 USE_DDPOPT = "Compile with ddpopt.compile(ddp) instead of torch.compile(ddp)"
 
@@ -86,7 +85,6 @@ def diagnose(
         steps=steps,
         ranks=ranks,
         torch_version=torch.__version__,
-        is_supported=is_supported(torch.__version__),
         python_version=platform.python_version(),
         findings=tuple(sorted(findings, key=lambda finding: [*Weight].index(finding.weight))),
         buckets={run.mode: run.buckets for run in compiled if not run.failure},
@@ -103,18 +101,6 @@ def _require_usable(ddp_kwargs: Mapping[str, Any], steps: int, ranks: int) -> No
         )
     if ranks < 1:
         raise UsageError(f"nproc: expected at least 1, got {ranks!r}")
-
-
-def is_supported(version: str) -> bool:
-    """Whether a version of torch is one of the supported releases.
-
-    >>> [is_supported(version) for version in ("2.9.1", "2.11.0+cpu", "3.0.0")]
-    [False, True, False]
-    """
-    oldest, newest, given = (
-        [*map(int, pair)] for pair in re.findall(r"(\d+)\.(\d+)", f"{RELEASES} {version}")[:3]
-    )
-    return oldest <= given <= newest
 
 
 def _explain(case: Case, ddp_kwargs: Mapping[str, Any]) -> tuple[Explanation | None, str]:

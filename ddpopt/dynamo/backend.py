@@ -99,7 +99,7 @@ class DdpoptBackend:
             planned = self._plan(ddp, gm, example_inputs, "split" if replayed else self.strategy)
         if planned is None:
             return compiler(gm, example_inputs)
-        show("ddpopt_plan", planned.plan.__str__, planned.plan.to_json)
+        show("ddpopt_plan", planned.plan.to_json, "json")
         if planned.plan.buckets:
             with compiling():
                 inline = planned.inline

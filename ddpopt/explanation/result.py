@@ -157,7 +157,7 @@ class Explanation:
         plan = self.plan
         waits = [plan.segments_of(bucket) for bucket in plan.buckets]
         early = len(waits) - 1 if self.inline and waits else _early(waits)
-        return Tally(len(plan.segments), len(waits), plan.spread, early, len(plan.unread), recounted=0)
+        return Tally(len(plan.segments), len(waits), _spread(waits), early, len(plan.unread), recounted=0)
 
     @property
     def torch_tally(self) -> Tally:
@@ -171,8 +171,7 @@ class Explanation:
         counted = Tally(len(split.segments), unseen=len(split.unseen), recounted=len(split.recounted))
         if not waits:
             return counted
-        spread = sum(len(segments) > 1 for segments in waits)
-        return replace(counted, buckets=len(waits), spread=spread, early=_early(waits))
+        return replace(counted, buckets=len(waits), spread=_spread(waits), early=_early(waits))
 
     def to_json(self) -> str:
         """The explanation as JSON text; ``["plan"]`` is the document that ``Plan.from_json`` reads."""
@@ -187,6 +186,11 @@ class Explanation:
             "torch": asdict(self.torch),
         }
         return json.dumps(document, indent=2)
+
+
+def _spread(waits: Sequence[Sequence[int]]) -> int:
+    """How many buckets wait on more than one segment."""
+    return sum(len(segments) > 1 for segments in waits)
 
 
 def _early(waits: Sequence[Sequence[int]]) -> int:

@@ -16,17 +16,16 @@ from torch._logging import LazyString, getArtifactLogger, trace_structured  # ty
 _log = getArtifactLogger("torch._dynamo.backends.distributed", "ddp_graphs")
 
 
-def show(name: str, text: Callable[[], str], json: Callable[[], str] | None = None) -> None:
+def show(name: str, text: Callable[[], str], encoding: str = "string") -> None:
     """Show a text about the graph that is being compiled.
 
     Args:
         name: its title in the log, and its name in the trace.
         text: makes it.
-        json: makes what the trace has instead.
+        encoding: ``"string"`` or ``"json"``.
     """
     _log.debug("\n---%s---\n%s", name, LazyString(text))
-    encoding = "json" if json else "string"
-    trace_structured("artifact", lambda: {"name": name, "encoding": encoding}, payload_fn=json or text)
+    trace_structured("artifact", lambda: {"name": name, "encoding": encoding}, payload_fn=text)
 
 
 def code_of(gm: Any) -> Callable[[], str]:

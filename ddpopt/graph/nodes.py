@@ -83,6 +83,25 @@ def requires_grad(value: object) -> bool:
     return any(isinstance(leaf, torch.Tensor) and _is_trained(leaf) for leaf in _leaves(value))
 
 
+def overlaps_itself(value: object) -> bool:
+    """Whether elements of a view that requires grad may share memory, as sliding windows do.
+
+    AOTAutograd loses parts of such a result's gradient, except for a view of repeated elements (``expand``).
+    """
+    if not (isinstance(value, torch.Tensor) and value.layout == torch.strided and value._is_view()):
+        return False
+    reach, overlaps = 0, False
+    for stride, size in sorted(zip(map(_hint, value.stride()), map(_hint, value.shape), strict=True)):
+        overlaps |= 0 < stride <= reach and size > 1
+        reach += stride * (size - 1)
+    return overlaps and requires_grad(value)
+
+
+def _hint(number: int | torch.SymInt) -> int:
+    """The number that a symbol stands for in this trace, without a guard; 2 if there is none."""
+    return number if isinstance(number, int) else int(getattr(number.node, "hint", None) or 2)
+
+
 def _is_trained(tensor: torch.Tensor) -> bool:
     """Whether a tensor requires grad at any level: a batched tensor inside ``vmap`` reports False itself."""
     functorch = torch._C._functorch

@@ -8,7 +8,7 @@ Invariant: a position that is not blocked can be cut without changing what the p
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -30,11 +30,12 @@ from ddpopt.graph.nodes import (
     body_nodes,
     example_value,
     is_uncrossable_number,
+    overlaps_itself,
     read_storages,
     requires_grad,
     storages,
 )
-from ddpopt.graph.state import AUTOCAST, GRAD_MODE
+from ddpopt.graph.state import AUTOCAST, GRAD_MODE, states
 
 CROSSABLE = (
     torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool, str, type(None),
@@ -92,10 +93,30 @@ class Body:
         return tuple(blocked)
 
 
-def blocked_positions(graph: fx.Graph, others: Iterable[Span] = ()) -> tuple[str | None, ...]:
-    """For each body position, why no cut may lie right before it, or None; `others` are additional spans."""
+def blocked_positions(
+    graph: fx.Graph, carriers: Container[fx.Node], others: Iterable[Span] = ()
+) -> tuple[str | None, ...]:
+    """For each body position, why no cut may lie right before it, or None.
+
+    Args:
+        graph: a graph.
+        carriers: its nodes whose backward runs.
+        others: additional spans.
+    """
     body = Body(graph)
-    return body.blocked([*others, *itertools.chain.from_iterable(find(body) for find in OBSTACLES)])
+    found = itertools.chain.from_iterable(find(body) for find in OBSTACLES)
+    return body.blocked([*others, *_without_backward(body, carriers), *found])
+
+
+def _without_backward(body: Body, carriers: Container[fx.Node]) -> Iterator[Span]:
+    """From a value that requires grad, but gets no gradient, to its last reader.
+
+    A segment that returned it would run its backward, with zeros; times infinity these are NaN.
+    """
+    for node, state in states(body.graph):
+        is_known = state.grad_enabled and _crossable(example_value(node))
+        if is_known and node not in carriers and requires_grad(example_value(node)):
+            yield Span(body.position[node] + 1, body.last_use(node), f"{node.name!r} gets no gradient")
 
 
 # --- values and global state -------------------------------------------------------------------------
@@ -117,15 +138,16 @@ def _crossable(value: object) -> bool:
 def _cannot_be_input(value: object) -> bool:
     """Whether AOTAutograd mistreats a tensor, or cannot take it as an input.
 
-    It assumes that the gradient of a lazily conjugated or negated tensor is so, too. torch cannot make a fake
-    copy of a nested tensor's view, nor of a view of real numbers as another dtype.
+    It assumes that the gradient of a lazily conjugated or negated tensor is so, too, and loses parts of the
+    gradient of a tensor that overlaps itself. torch cannot make a fake copy of a nested tensor's view, nor of
+    a view of real numbers as another dtype.
     """
     if not isinstance(value, torch.Tensor):
         return False
     base: torch.Tensor | None = value._base
     if base is not None and (base.is_nested or (base.dtype != value.dtype and not base.is_complex())):
         return True
-    unsupported = value.is_conj() or value.is_neg() or value.is_nested
+    unsupported = value.is_conj() or value.is_neg() or value.is_nested or overlaps_itself(value)
     return unsupported or torch._C._functorch.is_functorch_wrapped_tensor(value)
 
 

@@ -120,7 +120,7 @@ def collect(gm: fx.GraphModule, example_inputs: Sequence[object], specs: Specs) 
     uses = tuple(ParamUse(spec, tuple(at), inside.get((spec.name, at[0]), 0)) for spec, at in read_at)
     late = late_reads(gm, sources, carries)
     spans = (Span(a + 1, b, _LATE.format(body[a].name, node.name)) for node, (a, b) in late.items())
-    blocked = blocked_positions(gm.graph, spans)
+    blocked = blocked_positions(gm.graph, carries, spans)
     return GraphFacts(tuple(node.name for node in body), uses, blocked, sources, late)
 
 

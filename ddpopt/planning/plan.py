@@ -127,22 +127,6 @@ class Plan:
         text = json.dumps(content, separators=(",", ":"), ensure_ascii=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
-    def __str__(self) -> str:
-        """A line for each bucket, segment and cut."""
-        lines = [
-            f"bucket {b.index}: {b.nbytes} bytes of {b.dtype} on {b.device}, in segment {b.segment}: "
-            f"{', '.join(b.params)} ({b.reason})"
-            for b in self.buckets
-        ]
-        lines += [f"segment {s.index} of graph {s.graph}, nodes: {len(s.nodes)}" for s in self.segments]
-        lines += [f"cut of graph {c.graph} before {c.before}: {c.reason}" for c in self.cuts]
-        return "\n".join(lines)
-
-    @property
-    def spread(self) -> int:
-        """How many buckets wait on more than one segment."""
-        return sum(len(self.segments_of(bucket)) > 1 for bucket in self.buckets)
-
     def segments_of(self, bucket: Bucket) -> tuple[int, ...]:
         """Indices of the segments in which the gradients of `bucket` become complete, ascending."""
         members = frozenset(bucket.params)

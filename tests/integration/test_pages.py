@@ -29,6 +29,7 @@ knows the targets); are two scripts that run tests; need a GPU; write stored fig
 benchmarks/summary.py does so elsewhere); compare this repository's own baseline, as ci/gate.sh does."""
 BY_DAY = ("README", "index", "training", "cases", "testing", "engines")
 """The first pages that a reader tries; the others by night."""
+MARKS = {page: () if Path(page).stem in BY_DAY else pytest.mark.nightly for page in BLOCKS if BLOCKS[page]}
 NIGHTLY = ("inductor", "per-node 8", "per-node 4", "fuzz", "minimize", "pytest -n", "-m pytest")
 """Run with --nightly only. By day tests/unit/cli/test_page.py looks at the options of all commands."""
 OWN = {
@@ -40,14 +41,7 @@ OWN = {
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(
-    "page",
-    [
-        pytest.param(page, marks=() if Path(page).stem in BY_DAY else pytest.mark.nightly)
-        for page, blocks in BLOCKS.items()
-        if blocks
-    ],
-)
+@pytest.mark.parametrize("page", [pytest.param(page, marks=mark) for page, mark in MARKS.items()])
 def test_a_page_works(page: str, tmp_path: Path, pytestconfig: pytest.Config, one_rank_group: None) -> None:
     skipped = LEFT_OUT if pytestconfig.getoption("--nightly") else LEFT_OUT + NIGHTLY
     own = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": f"{tmp_path}:{ROOT}"}

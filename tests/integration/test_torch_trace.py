@@ -29,12 +29,7 @@ distributed.destroy_process_group()
 """
 SPLIT = "ddpopt_plan optimize_ddp_split_graph segment_0 segment_1 segment_2 ddpopt_proof"
 SHOWN = [SPLIT, "ddpopt_plan ddpopt_inline_graph", "ddpopt_plan ddpopt_reason", "ddpopt_model_plan " * 3]
-LOGGED = """\
-bucket 0: 16640 bytes of float32 on cpu, in segment 2: 2.bias, 2.weight (2.weight brings it to 16640 bytes, at
-segment 2 of graph 0, nodes: 1
-cut of graph 0 before input_2: bucket 1 is complete: 1.weight brings it to 16640 bytes, at
-segment_0 = self.segment_0(
-a graph is compiled whole: it has a single bucket"""
+LOGGED = ["bucket 1 is complete: 1.weight brings it to", "= self.segment_0(", "it has a single bucket"]
 
 
 def of_ddpopt(trace: str) -> Iterator[tuple[str, object, str]]:
@@ -68,7 +63,7 @@ def test_each_compilation_shows_its_plan_its_graphs_and_the_proof(tmp_path: Path
     assert "self.segment_2(" in texts["optimize_ddp_split_graph"]
     assert "linear(" in texts["segment_1"]
     assert "lend(" in texts["ddpopt_inline_graph"]
-    assert [line for line in LOGGED.splitlines() if line not in done.stderr] == []
+    assert [line for line in LOGGED if line not in done.stderr] == []
     tlparse = Path(sys.executable).with_name("tlparse")  # it is in the extra "test"
     page = tmp_path / "page"
     subprocess.run([tlparse, raw, "-o", page, "--no-browser"], check=True, capture_output=True)

@@ -124,6 +124,16 @@ def detached_and_written(model: Between, h: Tensor, _: Tensor) -> Tensor:
     return h + own + part.repeat(2, 1)
 
 
+def windows(model: Between, h: Tensor, _: Tensor) -> Tensor:
+    parts = (h * 2).unfold(1, 4, 2)
+    return model.layer(2, model.layer(1, h)) + parts.sum(1).repeat(1, 2)
+
+
+def statistics_without_gradient(model: Between, h: Tensor, _: Tensor) -> Tensor:
+    roots = (h * 0).sqrt()  # 0 times their gradient is nan
+    return model.layer(2, model.layer(1, h)) + roots.detach()
+
+
 def view_by_tensor(model: Between, h: Tensor, _: Tensor) -> Tensor:
     places = torch.stack([model.one, model.one + 3])
     view = torch.tensor_split(model.own, places)[1]
@@ -285,11 +295,12 @@ def view_of_what_is_transposed(model: Between, h: Tensor, given: Tensor) -> Tens
 
 
 BODIES = (
-    view_of_what_is_transposed, number_read_before_a_write_by_vmap, pulled_back_later, counted_by_its_version,
-    reversed_by_an_unknown_function, detached_and_written, view_with_a_gradient_of_its_own,
-    hooked_after_a_reader, parts_that_autograd_takes_for_values, residual, residual_in_a_checkpoint,
-    detached_in_place, strided, columns, view_by_tensor, broadcast, batch, float_in_region, bool_in_region,
-    by_data, by_data_in_a_body, read_and_written_in_one_segment, input_that_is_trained_from_then_on,
+    view_of_what_is_transposed, number_read_before_a_write_by_vmap, pulled_back_later,
+    counted_by_its_version, reversed_by_an_unknown_function, detached_and_written,
+    view_with_a_gradient_of_its_own, windows, statistics_without_gradient, hooked_after_a_reader,
+    parts_that_autograd_takes_for_values, residual, residual_in_a_checkpoint, detached_in_place, strided,
+    columns, view_by_tensor, broadcast, batch, float_in_region, bool_in_region, by_data,
+    by_data_in_a_body, read_and_written_in_one_segment, input_that_is_trained_from_then_on,
     made_before_it_is_trained,
 )  # fmt: skip
 

@@ -254,12 +254,11 @@ def test_the_command_prints_the_report_on_stdout_and_progress_on_stderr(tmp_path
     result = run("doctor", "cap_5", "--backend", "eager", "--steps", "2", "--json", str(file))
     assert result.exit_code == 0
     assert result.stdout.startswith("Linears: 2 steps in each mode, backend eager, torch ")
-    assert f"{torch.__version__} (supported), Python 3." in " ".join(result.stdout.split())
+    assert f"{torch.__version__} (supported: torch 2.11 to " in " ".join(result.stdout.split())
     assert [line for line in result.stderr.splitlines() if line.startswith("ddpopt: ")] == [
         "ddpopt: eager, without DDP",
         "ddpopt: eager DDP",
         "ddpopt: torch's DDPOptimizer",
         "ddpopt: ddpopt",
     ]
-    kept = json.loads(file.read_text(encoding="utf-8"))
-    assert (kept["steps"], kept["is_supported"]) == (2, True)
+    assert json.loads(file.read_text(encoding="utf-8"))["steps"] == 2

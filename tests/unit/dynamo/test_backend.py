@@ -184,7 +184,6 @@ def test_each_strategy_on_each_compiler_is_one_backend_with_a_name(strategy: str
 def test_torch_finds_these_names_and_refuses_another_with_its_own_error() -> None:
     installed = {entry.name: entry.value for entry in entry_points(group=GROUP) if "ddpopt" in entry.value}
     assert installed == NAMES, "the installed ddpopt is older: run 'pip install -e .'"
-    assert len(NAMES) == 9
     assert {*NAMES} < {*torch.compiler.list_backends()}
     with pytest.raises(InvalidBackend, match="Invalid backend: 'ddpopt-spilt'"):
         torch.compile(ddp_of(), backend="ddpopt-spilt")

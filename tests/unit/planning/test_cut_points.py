@@ -12,6 +12,7 @@ from torch._higher_order_ops.wrap import tag_activation_checkpoint
 
 from ddpopt.graph.nodes import body_nodes
 from ddpopt.planning.cut_points import blocked_positions
+from ddpopt.planning.facts import gradient_carriers
 from tests.graph_builder import GraphBuilder
 
 Program = Callable[[Tensor, Tensor, nn.Parameter], Any]
@@ -25,7 +26,8 @@ READ_OFF = "'item' is read from a tensor that is written to"
 def blocked(graph: fx.Graph) -> dict[str, str]:
     """The nodes before which no cut may lie, with the reason."""
     body = body_nodes(graph)
-    return {node.name: why for node, why in zip(body, blocked_positions(graph), strict=True) if why}
+    blocked = blocked_positions(graph, gradient_carriers(graph))
+    return {node.name: why for node, why in zip(body, blocked, strict=True) if why}
 
 
 def graph_of(program: Program) -> fx.Graph:

@@ -58,11 +58,11 @@ def test_segments_count_through_all_graphs_and_keep_their_graph() -> None:
 def test_graphs_that_are_cut_share_no_bucket_and_whole_ones_do_as_in_eager() -> None:
     a, b, c, d = (spec(name, 40) for name in "abcd")
     of_cut = joined([cut(a, b), cut(c, d)], a, b, c, d)
-    assert (buckets(of_cut), of_cut.spread) == (["d c", "b a"], 0)
+    assert buckets(of_cut) == ["d c", "b a"]
     of_whole = joined([whole(a, b), whole(c, d)], a, b, c, d)
-    assert (buckets(of_whole), of_whole.spread, len(of_whole.segments)) == (["d c b", "a"], 1, 2)
+    assert (buckets(of_whole), of_whole.segments_of(of_whole.buckets[0])) == (["d c b", "a"], (0, 1))
     mixed = joined([whole(a, b), cut(c, d)], a, b, c, d)
-    assert (buckets(mixed), mixed.spread) == (["d c", "b a"], 0)
+    assert buckets(mixed) == ["d c", "b a"]
 
 
 def test_a_small_bucket_of_another_dtype_uses_up_no_limit_and_holds_up_nothing() -> None:
@@ -100,7 +100,7 @@ def test_what_code_before_the_first_graph_that_reads_it_reads_too_is_ready_after
     a, b, head = spec("a"), spec("b"), spec("head")
     plan = joined([make(a, before="head"), make(b, head, before="head a")], head, a, b)
     assert buckets(plan) == ["b", "a", "head"]
-    assert (plan.unread, plan.spread) == (("head",), 0)
+    assert plan.unread == ("head",)
     assert "head" not in [name for segment in plan.segments for name in segment.params]
 
 

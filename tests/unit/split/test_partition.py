@@ -9,6 +9,7 @@ from torch import fx
 
 from ddpopt.graph.nodes import body_nodes
 from ddpopt.planning.cut_points import blocked_positions
+from ddpopt.planning.facts import gradient_carriers
 from ddpopt.proof.certificate import certify
 from ddpopt.split.partition import partition
 from tests.graph_builder import GraphBuilder
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 def possible_cuts(gm: fx.GraphModule) -> list[str]:
     body = body_nodes(gm.graph)
-    blocked = blocked_positions(gm.graph)
+    blocked = blocked_positions(gm.graph, gradient_carriers(gm.graph))
     return [node.name for node, why in zip(body[1:], blocked[1:], strict=True) if why is None]
 
 
