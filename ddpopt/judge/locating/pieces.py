@@ -22,7 +22,6 @@ from torch import fx
 
 from ddpopt.graph.nodes import CompilerFn, body_nodes, example_value
 from ddpopt.planning.cut_points import blocked_positions
-from ddpopt.planning.facts import gradient_carriers
 from ddpopt.planning.plan import Cut, Plan
 from ddpopt.split.partition import partition
 from ddpopt.split.segments import compile_segments
@@ -123,7 +122,7 @@ def pieces_of(gm: fx.GraphModule) -> list[list[fx.Node]]:
         The nodes of each piece, in order; one empty piece for a graph without a body.
     """
     body = body_nodes(gm.graph)
-    blocked, held = blocked_positions(gm.graph, gradient_carriers(gm.graph)), _emptied(gm.graph, body)
+    blocked, held = blocked_positions(gm.graph, {*gm.graph.nodes}), _emptied(gm.graph, body)
     starts = [place for place in range(1, len(body)) if blocked[place] is None and place not in held]
     return [body[start:end] for start, end in itertools.pairwise([0, *starts, len(body)])]
 
