@@ -15,7 +15,6 @@ from unittest.mock import patch
 
 import torch
 from torch import fx, nn
-from torch._dynamo.exc import TorchDynamoException
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode, log
 from torch.autograd.graph import get_gradient_edge
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -131,8 +130,9 @@ def _trace(
 
 def _untraceable(model: nn.Module, call: object, error: BaseException) -> str:
     """The error that Dynamo's own wraps, and what the forward takes and got."""
-    root: BaseException | None = error
-    while isinstance(root, TorchDynamoException) and (root.__cause__ or root.__context__):
+    root: Any = error
+    # one of its classes, or since torch 2.15 a RuntimeError that says so
+    while "dynamo" in f"{type(root)} {root}".lower() and (root.__cause__ or root.__context__):
         root = root.__cause__ or root.__context__
     takes, got = (shorten(str(each), 400) for each in (inspect.signature(model.forward), call))
     said, got = str(root).partition("\n\n")[0], got.replace("FakeTensor(..., ", "Tensor(")

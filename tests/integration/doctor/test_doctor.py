@@ -238,7 +238,7 @@ def test_a_model_that_fails_in_eager_is_not_judged() -> None:
     failing = case_of(Healthy, lambda rank, step: ((torch.ones(4, 7),), {}))
     said, _, where = refusal(lambda: diagnose(failing), NotJudgedError).partition(f" ({__file__}:")
     assert_expected_inline(
-        said,
+        said.replace("addmm: ", ""),  # new in torch 2.15
         """\
 Healthy: expected the model to run in eager, without DDP, but with the inputs of rank 0, step 0 it failed \
 with RuntimeError: mat1 and mat2 shapes cannot be multiplied (4x7 and 8x8)""",

@@ -150,5 +150,5 @@ def test_a_model_that_no_longer_runs(inline: Figures) -> None:
     found = measured(INLINE, replace(stack(), inputs=lambda rank, step: ((torch.ones(4, 7),), {})))
     text = " ".join(told(inline, found).split())
     assert "failure: absent before, it cannot be planned: " in text
-    assert "verdict: ok before, eager DDP itself fails: RuntimeError: mat1 and mat2" in text
+    assert re.search("verdict: ok before, eager DDP itself fails: RuntimeError: .*mat1 and mat2", text)
     assert len(failures(found["stack"])) == 2
