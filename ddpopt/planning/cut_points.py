@@ -114,8 +114,8 @@ def _without_backward(body: Body, carriers: Container[fx.Node]) -> Iterator[Span
     A segment that returned it would run its backward, with zeros; times infinity these are NaN.
     """
     for node, state in states(body.graph):
-        is_known = state.grad_enabled and _crossable(example_value(node))
-        if is_known and node not in carriers and requires_grad(example_value(node)):
+        is_dead = state.grad_enabled and node not in carriers and requires_grad(example_value(node))
+        if is_dead and _crossable(example_value(node)):
             yield Span(body.position[node] + 1, body.last_use(node), f"{node.name!r} gets no gradient")
 
 
