@@ -18,7 +18,8 @@ from tests.selftest.sites import Site
 
 A_MINUTE = 100
 """Models that two workers draw and judge in a minute, when nothing else runs."""
-EACH = pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.name)
+HARMFUL = [defect for defect in DEFECTS if not defect.is_harmless]
+EACH = pytest.mark.parametrize("defect", HARMFUL, ids=lambda defect: defect.name)
 
 
 def by_day() -> list[Any]:
@@ -40,7 +41,8 @@ def judged(alone: Ranks, defect: Defect, model: DrawnModel) -> Outcome:
 @pytest.mark.parametrize("defect", by_day())
 def test_a_defect_has_a_model_that_shows_it(defect: Defect, alone: Ranks) -> None:
     assert re.search(defect.trace, defect.shown_by.source)
-    assert judged(alone, defect, defect.shown_by) is Outcome.WRONG
+    shown = Outcome.OK if defect.is_harmless else Outcome.WRONG
+    assert judged(alone, defect, defect.shown_by) is shown
 
 
 @EACH

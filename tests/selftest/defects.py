@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from torch import Tensor, fx
 from torch._ops import HigherOrderOperator, OpOverload
 
@@ -37,6 +38,7 @@ class Defect:
         shown_by: the smallest model that shows it.
         seen_by: who has to find it, as for a fault.
         trace: what the source of a model has that may show it: a regular expression.
+        harmless_from: the first release of torch in which it does no harm; None if there is none.
     """
 
     name: str
@@ -45,6 +47,11 @@ class Defect:
     shown_by: DrawnModel
     seen_by: tuple[str, ...]
     trace: str
+    harmless_from: str | None = None
+
+    @property
+    def is_harmless(self) -> bool:
+        return self.harmless_from is not None and torch.__version__ >= self.harmless_from
 
 
 def forgetting(forgotten: Callable[[fx.Node], bool]) -> Inject:
@@ -295,6 +302,7 @@ DEFECTS: tuple[Defect, ...] = (
         ),
         ("run",),
         r"b\d+ \*= late",
+        harmless_from="2.15",
     ),
     Defect(
         "a hook is not waited for",

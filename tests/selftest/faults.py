@@ -198,7 +198,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     *_cut("a mutation runs twice", partial(mutants.run_twice, where=graphs.writes), "writing"),
     *_cut("segments run in another order", mutants.segments_swapped),
-    *map(_forgotten, defects.DEFECTS),
+    *(_forgotten(defect) for defect in defects.DEFECTS if not defect.is_harmless),
     Fault(
         "a segment has the metadata of another one",
         "compiled code",
