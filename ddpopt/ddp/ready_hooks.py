@@ -65,6 +65,7 @@ class ReadyHooks:
         self._hooks: list[Any] = []
         for place, leaf in enumerate(self.leaves):
             handle = leaf.register_hook(functools.partial(_call, arrived, place))
+            weakref.finalize(self, handle.remove)  # what remains on a node counts as another's hook
             hooks = handle.hooks_dict_ref()
             # before the user's hooks, like the reducer's own, which DDP registers when it is built
             hooks.update([(number, hooks.pop(number)) for number in [*hooks] if number != handle.id])

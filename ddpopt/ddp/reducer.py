@@ -102,6 +102,12 @@ class PlannedReducer(Reducer):
         self._work_handle = None
         return due
 
+    def _should_finalize_after_backward(self) -> bool:
+        # torch 2.15 asks this. C++ says yes until it has rebuilt its buckets, so here always.
+        ddp: Any = self._ddp()
+        inherited: Any = super()
+        return not ddp._has_rebuilt_buckets and bool(inherited._should_finalize_after_backward())
+
     @outside_dynamo
     def _set_forward_pass_work_handle(self, work: Any, use_static_world_size: bool) -> None:
         self._work_handle = work, use_static_world_size

@@ -5,6 +5,7 @@ parameters shared by nested DDP modules, nothing to train, a single bucket or se
 follow a plan) is compiled whole, and the reason is logged once at INFO.
 """
 
+import contextlib
 import functools
 import logging
 import re
@@ -80,6 +81,7 @@ class DdpoptBackend:
         self.uninstall_hook = weakref.finalize(self, remove)
         self.uninstall_hook.atexit = False
         self._graphs = weakref.WeakKeyDictionary() if graphs is None else graphs
+        self._known = weakref.WeakSet[DDP]()
 
     def __reduce__(self) -> Any:  # a copy needs a hook of its own; Fabric copies what torch.compile is given
         return functools.partial(type(self), self.compiler, self.strategy, buckets=self.buckets), ()
@@ -88,12 +90,26 @@ class DdpoptBackend:
         self, gm: fx.GraphModule, example_inputs: Sequence[object], **options: Any
     ) -> Callable[..., Any]:
         """Compile one of Dynamo's graphs; `options`, including the mode, go to the underlying compiler."""
-        compiler = configured(self.compiler, **options)
         ddp = active_module()
+        run = self._compile(ddp, gm, example_inputs, options)
+        graphs = None if ddp is None else self._graphs.get(ddp)
+
+        def run_in_any_module(*inputs: Any) -> Any:  # Dynamo reuses code for other modules of the same class
+            if (running := active_module()) is not None and running not in self._known:
+                self._reuse(running, graphs)
+            return run(*inputs)
+
+        return run_in_any_module
+
+    def _compile(
+        self, ddp: DDP | None, gm: fx.GraphModule, example_inputs: Sequence[object], options: dict[str, Any]
+    ) -> Callable[..., Any]:
+        compiler = configured(self.compiler, **options)
         why = _why_left_alone(ddp, gm)
         if ddp is None or why:
             _say(why)
             return compiler(gm, example_inputs)
+        self._known.add(ddp)
         replayed = _ties_addresses(self.compiler, options)
         with isolated():
             planned = self._plan(ddp, gm, example_inputs, "split" if replayed else self.strategy)
@@ -112,14 +128,28 @@ class DdpoptBackend:
     def _plan(
         self, ddp: DDP, gm: fx.GraphModule, example_inputs: Sequence[object], strategy: Strategy
     ) -> Planned | None:
-        imposed = imposed_plan(ddp)
         try:
-            if imposed is not None or self.buckets == "ddp" or keeps_buckets(ddp):
-                return plan_for_reducer(ddp, imposed, gm, example_inputs, strategy)
+            if self._is_decided(ddp):
+                return plan_for_reducer(ddp, imposed_plan(ddp), gm, example_inputs, strategy)
             return self.follow(ddp).add(gm, example_inputs, strategy)
         except UnsupportedError as error:
             _say(f"the reducer cannot follow a plan, so graphs are compiled whole: {error}")
             return None
+
+    def _is_decided(self, ddp: DDP) -> bool:
+        """Whether no plan will be made for a module: it has one, or keeps DDP's buckets."""
+        return imposed_plan(ddp) is not None or self.buckets == "ddp" or keeps_buckets(ddp)
+
+    def _reuse(self, ddp: DDP, graphs: ModelGraphs | None) -> None:
+        """Let a module follow the plan of an equal module, whose compiled code it reuses.
+
+        Without such a plan it still takes part in the exchange, for which a rank that compiles waits.
+        """
+        self._known.add(ddp)
+        if not self._is_decided(ddp):
+            with contextlib.suppress(UnsupportedError):  # DDP keeps its buckets
+                own = ModelGraphs(specs_by_id(ddp), BucketConfig.from_ddp(ddp))
+                defer(ddp, graphs.joined if graphs is not None and graphs.is_like(own) else own.joined)
 
     def _inline(self, planned: Planned, compiler: CompilerFn) -> Callable[..., Any]:
         gm, plan, sources = planned.gm, planned.plan, planned.facts.sources
@@ -167,6 +197,7 @@ class DdpoptBackend:
             UnsupportedError: this module's reducer cannot follow a plan.
         """
         specs = specs_by_id(ddp)  # raises if a parameter was replaced, perhaps since the previous graph
+        self._known.add(ddp)
         known = self._graphs.get(ddp)
         if known is None or known.specs != specs:  # parameter names may change
             known = self._graphs[ddp] = ModelGraphs(specs, BucketConfig.from_ddp(ddp))

@@ -101,6 +101,10 @@ class ModelGraphs:
         settled = (taken | read).issuperset(spec.name for spec in self.specs.values())
         return planned._replace(completed=taken, graph_plan=graph_plan, settled=settled)
 
+    def is_like(self, other: ModelGraphs) -> bool:
+        """Whether the graphs of one model could be the other's: the same parameters and bucket limits."""
+        return self.config == other.config and [*self.specs.values()] == [*other.specs.values()]
+
     def with_read_tracking(self, planned: Planned, run: Callable[..., Any]) -> Callable[..., Any]:
         """A callable like `run` that records for the joined plan which parameters are read before this graph.
 

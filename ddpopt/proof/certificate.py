@@ -34,6 +34,7 @@ INVARIANTS: tuple[Invariant, ...] = (
     Invariant("descriptions", memory.values_cross_as_they_are_described),
     Invariant("detached values", memory.detached_values_get_no_gradient),
     Invariant("views without gradient", memory.views_without_gradient_stay),
+    Invariant("gradients", memory.values_that_cross_get_their_gradient),
     Invariant("own gradients", memory.gradients_of_their_own_stay),
     Invariant("symbols", program.symbols_are_bound),
     Invariant("planned nodes", promises.segments_hold_the_planned_nodes),

@@ -11,7 +11,7 @@ import torch
 from torch._ops import HigherOrderOperator
 
 from ddpopt.graph.effects import constructed_inputs, is_detached_view, is_known, redescribes
-from ddpopt.graph.nodes import MISSING, SYMBOLIC, requires_grad, storages_of
+from ddpopt.graph.nodes import MISSING, SYMBOLIC, overlaps_itself, requires_grad, storages_of
 from ddpopt.proof.evidence import Evidence, given_back
 from ddpopt.proof.steps import Crossing, Original, ProgramStep, at, tensors_in
 from ddpopt.proof.terms import Copy, Item, Made, Term, leaves, show
@@ -117,6 +117,21 @@ def gradients_of_their_own_stay(evidence: Evidence) -> Iterator[str]:
             for name, segment in earlier.items():
                 if segment < step.segment:
                     yield f"{at(step)}: hooks a value that {name} makes or reads in segment {segment}"
+
+
+def values_that_cross_get_their_gradient(evidence: Evidence) -> Iterator[str]:
+    """A value that crosses a cut gets a gradient, if it requires grad, and no two of its elements are one."""
+    original = evidence.original
+    for crossing in (c for c in evidence.stitched.crossings if c.copy is None):
+        for leaf in leaves(crossing.term):
+            maker = _maker(leaf)
+            where = f"segment {crossing.segment}, input {crossing.node.name}"
+            if not isinstance(maker, Made) or maker.name not in original.steps:
+                continue
+            if overlaps_itself(original.example(leaf)):
+                yield f"{where}: overlaps itself"
+            elif requires_grad(original.example(leaf)) and maker.name not in evidence.passing:
+                yield f"{where}: requires grad, but gets no gradient"
 
 
 def values_cross_as_they_are_described(evidence: Evidence) -> Iterator[str]:

@@ -20,6 +20,7 @@ from torch._ops import HigherOrderOperator, OpOverload
 from ddpopt.cases.case import Case
 from ddpopt.ddp.ready_hooks import ReadyHooks
 from ddpopt.graph import effects
+from ddpopt.graph.nodes import overlaps_itself
 from ddpopt.inline import handover
 from ddpopt.planning import cut_points
 from ddpopt.proof import certificate, memory
@@ -132,6 +133,39 @@ def _without(site: Site, obstacle: Any, check: Any) -> Iterator[None]:
         yield
 
 
+def _unnoticed(site: Site, asked: Callable[..., Any], answer: Callable[[], Any]) -> Callable[..., Any]:
+    """What answers the same to all questions, and marks the site where the known function finds something."""
+
+    def always(*of: Any) -> Any:
+        found = asked(*of)
+        if found if isinstance(found, bool) else any(found):
+            site.mark()
+        return answer()
+
+    return always
+
+
+@contextlib.contextmanager
+def overlaps_crossing(site: Site) -> Iterator[None]:
+    """Take a view that overlaps itself for any other, in planning and proof."""
+    blind = _unnoticed(site, overlaps_itself, lambda: False)
+    with patch.object(cut_points, "overlaps_itself", blind), patch.object(memory, "overlaps_itself", blind):
+        yield
+
+
+@contextlib.contextmanager
+def gradientless_crossing(site: Site) -> Iterator[None]:
+    """Let values cross a cut that get no gradient, in planning and proof."""
+    blind = _unnoticed(site, cut_points._without_backward, lambda: iter(()))
+    check = memory.values_that_cross_get_their_gradient
+    invariants = tuple(row for row in certificate.INVARIANTS if row.check is not check)
+    with (
+        patch.object(cut_points, "_without_backward", blind),
+        patch.object(certificate, "INVARIANTS", invariants),
+    ):
+        yield
+
+
 @contextlib.contextmanager
 def plain_views(site: Site) -> Iterator[None]:
     """Treat a view with its own gradient as a plain view, in planning and proof."""
@@ -180,6 +214,11 @@ def _name(node: fx.Node) -> str:
 
 def _is_numpy(node: fx.Node) -> bool:
     return "numpy" in type(node.target).__name__
+
+
+def _around_layers(block: str, **options: str) -> DrawnModel:
+    steps = (_LINEAR, step(block, **options, body=(_LINEAR, _LINEAR)))
+    return DrawnModel(steps=steps, width=4, cap_bytes=1)
 
 
 def _written(block: str, by: str) -> DrawnModel:
@@ -277,19 +316,31 @@ DEFECTS: tuple[Defect, ...] = (
         "a view with a gradient of its own crosses a cut",
         "ddpopt-split",
         plain_views,
-        DrawnModel(
-            steps=(_LINEAR, step("turned", by="function", body=(_LINEAR, _LINEAR))), width=4, cap_bytes=1
-        ),
+        _around_layers("turned", by="function"),
         ("L2",),
         r"Turned\.apply|register_hook\(torch\.neg\)",
+    ),
+    Defect(
+        "a view that overlaps itself crosses a cut",
+        "ddpopt-split",
+        overlaps_crossing,
+        _around_layers("read_late", of="windows"),
+        ("L2",),
+        r"unfold\(1, 2, 1\)",
+    ),
+    Defect(
+        "a value that gets no gradient crosses a cut",
+        "ddpopt-split",
+        gradientless_crossing,
+        _around_layers("read_late", of="roots"),
+        ("L1", "L2"),
+        r"\* 0\)\.sqrt\(\)",
     ),
     Defect(
         "a detached value with its own gradient is taken again in another segment",
         "ddpopt-split",
         detached_as_others,
-        DrawnModel(
-            steps=(_LINEAR, step("built", by="detached", body=(_LINEAR, _LINEAR))), width=4, cap_bytes=1
-        ),
+        _around_layers("built", by="detached"),
         ("L2",),
         r"\* 0\.5\)\.detach\(\)",
     ),
@@ -297,9 +348,7 @@ DEFECTS: tuple[Defect, ...] = (
         "what a write keeps for its backward is written to in another segment",
         "ddpopt-split",
         forgetting_writes,
-        DrawnModel(
-            steps=(_LINEAR, step("built", by="product", body=(_LINEAR, _LINEAR))), width=4, cap_bytes=1
-        ),
+        _around_layers("built", by="product"),
         ("run",),
         r"b\d+ \*= late",
         harmless_from="2.15",

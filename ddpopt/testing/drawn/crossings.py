@@ -50,6 +50,16 @@ def turned(w: Writer, x: str, *, body: Body, by: str) -> str:
     return f"{inner} + {view}"
 
 
+@register_block("detach", body="any", options={"of": {"windows": "overlap", "roots": None}})
+def read_late(w: Writer, x: str, *, body: Body, of: str) -> str:
+    """Before the body take a view that overlaps itself, or a value that gets no gradient; read it after."""
+    value = w.assign("v", x)
+    taken = {"windows": f"({value} * 2).unfold(1, 2, 1)", "roots": f"({value} * 0).sqrt()"}[of]
+    early = w.assign("early", taken)
+    read = {"windows": f"F.pad({early}.sum(2), (1, 0))", "roots": f"{early}.detach()"}[of]
+    return f"({body(value)}) + {read}"
+
+
 @register_block(
     "matmul", options={"layer": LAYER, "by": {"vmap": "vmap", "grad": "functional-grad"}}, pure=False
 )

@@ -70,7 +70,11 @@ def test_every_switch_of_ddp_that_the_reducer_has_is_passed_on_in_every_release(
     install(ddp, plan)
     step(ddp)
     if manual:
+        assert ddp.should_finalize_after_backward
         ddp.finalize_backward()  # raises unless the new reducer waits for it
+        step(ddp)
+        assert not ddp.should_finalize_after_backward  # DDP has "rebuilt" its buckets
+        ddp.finalize_backward()
 
 
 doubling = changing(lambda buffer: buffer * 2)

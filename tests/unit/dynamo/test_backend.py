@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ddpopt
 import ddpopt.dynamo.backend
+from ddpopt.ddp.deferral import keeps_buckets
 from ddpopt.ddp.impose import impose, imposed_plan
 from ddpopt.dynamo.backend import DdpoptBackend
 from ddpopt.errors import CertificateError, UsageError
@@ -177,9 +178,22 @@ def test_each_strategy_on_each_compiler_is_one_backend_with_a_name(strategy: str
     with pytest.raises(UsageError, match="which is ddpopt itself; pass the backend that it names"):
         DdpoptBackend(found)
     if compiler != "inductor":
-        ddp = ddp_of()
-        assert_trains_as_eager(torch.compile(ddp, backend=found), ddp, ddp_of(), steps=2)
-        assert layers_of(plan_in_force(ddp)) == FOUR_LAYERS
+        for _ in range(2):  # Dynamo reuses the first one's code for the second
+            ddp = ddp_of()
+            assert_trains_as_eager(torch.compile(ddp, backend=found), ddp, ddp_of(), steps=2)
+            assert layers_of(plan_in_force(ddp)) == FOUR_LAYERS
+        other = ddp_of(bucket_cap_mb=25)
+        assert_trains_as_eager(torch.compile(other, backend=found), other, ddp_of(), steps=2)
+        assert keeps_buckets(other)  # it reuses code whose plan has other limits
+
+
+def test_code_that_was_compiled_without_ddp_answers_the_ranks_that_compile() -> None:
+    model = seeded(Net)
+    model.compile(backend=DdpoptBackend("eager"))
+    model(rows())
+    ddp = DistributedDataParallel(model)
+    step(ddp, ddp, rows())
+    assert keeps_buckets(ddp)  # as all ranks were asked, and none has a plan
 
 
 def test_torch_finds_these_names_and_refuses_another_with_its_own_error() -> None:
