@@ -213,11 +213,12 @@ state: segment 0, node y: expected autocast('cpu', torch.bfloat16, True, None) a
     and grad mode on
 balance: segment 0: expected no autocast and grad mode on after it, found autocast('cpu',
     torch.bfloat16, True, None) in autocast('cpu', torch.bfloat16, True, None) and grad mode on
-writes: segment 1, node add_: writes to memory that row makes or uses in segment 0
-aliases: segment 1, input view_1: is one tensor with input y, and t_ writes to it
+writes: segment 3, node add_: writes to memory that b3 makes or uses in segment 2
+aliases: segment 3, input v3: is one tensor with input b3, and add_ writes to it
 descriptions: segment 1, input view_1: is described as it is after t_, which changes it in place
 detached values: segment 0, input l_args_0_: is detached, but y sends gradient to it
 views without gradient: segment 1, input turned_1: is a view that was taken without gradient
+gradients: segment 2, input _enter_autocast_1: requires grad, but gets no gradient
 own gradients: segment 1, input getitem: shares another value's memory, but has its own gradient
 symbols: segment 2, input linear_1: no input binds the symbol s33
 planned nodes: segment 1: expected y_1, found _exit_autocast
