@@ -5,10 +5,9 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 from torch._ops import HigherOrderOperator
-from torch.utils import _pytree as pytree
 
 from ddpopt.graph.effects import mutated_inputs
-from ddpopt.graph.nodes import SOURCES, example_value, read_storages, storages
+from ddpopt.graph.nodes import SOURCES, example_value, read_storages, storages, tensors_in
 
 
 def viewed_input(node: fx.Node) -> fx.Node | None:
@@ -35,8 +34,7 @@ def passes_on_input(node: fx.Node) -> bool:
 
 def tensors_of(nodes: Iterable[fx.Node]) -> dict[int, torch.Tensor]:
     """The tensors in the values of `nodes`, by identity."""
-    found = pytree.tree_leaves([example_value(node) for node in nodes])
-    return {id(leaf): leaf for leaf in found if isinstance(leaf, torch.Tensor)}
+    return {id(tensor): tensor for node in nodes for tensor in tensors_in(example_value(node))}
 
 
 def is_view(node: fx.Node) -> bool:

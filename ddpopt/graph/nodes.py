@@ -4,7 +4,7 @@ Positions count the *body* of a graph: all nodes except placeholders, attributes
 """
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -71,16 +71,16 @@ def with_values(arguments: Any, value_of: Callable[[fx.Node], object]) -> Any:
     return fx.map_arg(arguments, replace)
 
 
-def _leaves(value: object) -> Sequence[object]:
-    """The leaves of a value, quickly for a tensor."""
-    return (value,) if isinstance(value, torch.Tensor) else pytree.tree_leaves(value)
+def tensors_in(value: object) -> list[torch.Tensor]:
+    """The tensors in a value."""
+    # most values are a tensor, for which a tree is slow
+    leaves = [value] if isinstance(value, torch.Tensor) else pytree.tree_leaves(value)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def requires_grad(value: object) -> bool:
     """Whether any tensor in `value` requires grad; assumed for a missing value."""
-    if value is MISSING:
-        return True
-    return any(isinstance(leaf, torch.Tensor) and _is_trained(leaf) for leaf in _leaves(value))
+    return value is MISSING or any(map(_is_trained, tensors_in(value)))
 
 
 def overlaps_itself(value: object) -> bool:
@@ -126,7 +126,7 @@ def by_storage(nodes: Iterable[fx.Node]) -> dict[int, list[fx.Node]]:
 
 def storages_of(value: object) -> list[int]:
     """Identities of the storages behind the tensors in `value`."""
-    return [key for leaf in _leaves(value) if isinstance(leaf, torch.Tensor) for key in _own_storages(leaf)]
+    return [key for tensor in tensors_in(value) for key in _own_storages(tensor)]
 
 
 def _own_storages(tensor: Any) -> list[int]:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
+from ddpopt.graph.nodes import tensors_in
 from ddpopt.planning.bucket_rule import Specs
 
 
@@ -39,8 +39,8 @@ def _leaves(values: Iterable[object]) -> dict[int, None]:
     The search stops at compiled graphs, whose own inputs show the rest.
     Uses the names of two kinds of nodes in torch; if they change, only time is lost.
     """
-    tensors = (leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor))
-    seen: dict[Any, None] = dict.fromkeys(tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None)
+    nodes = (tensor.grad_fn for tensor in tensors_in(values))
+    seen: dict[Any, None] = dict.fromkeys(node for node in nodes if node is not None)
     ahead = [*seen]
     leaves: dict[int, None] = {}
     while ahead:

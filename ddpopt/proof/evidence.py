@@ -12,10 +12,10 @@ import torch
 from torch import fx
 
 from ddpopt.graph.effects import detaches
-from ddpopt.graph.nodes import requires_grad, storages_of
+from ddpopt.graph.nodes import requires_grad, storages_of, tensors_in
 from ddpopt.planning.plan import Plan
 from ddpopt.proof.recompose import read_original, recompose
-from ddpopt.proof.steps import GraphProgram, Original, ProgramStep, tensors_in
+from ddpopt.proof.steps import GraphProgram, Original, ProgramStep
 from ddpopt.proof.terms import Held, Item, Made, Term, leaves
 
 

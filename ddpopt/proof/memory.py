@@ -11,9 +11,9 @@ import torch
 from torch._ops import HigherOrderOperator
 
 from ddpopt.graph.effects import constructed_inputs, is_detached_view, is_known, redescribes
-from ddpopt.graph.nodes import MISSING, SYMBOLIC, overlaps_itself, requires_grad, storages_of
+from ddpopt.graph.nodes import MISSING, SYMBOLIC, overlaps_itself, requires_grad, storages_of, tensors_in
 from ddpopt.proof.evidence import Evidence, given_back
-from ddpopt.proof.steps import Crossing, Original, ProgramStep, at, tensors_in
+from ddpopt.proof.steps import Crossing, Original, ProgramStep, at
 from ddpopt.proof.terms import Copy, Item, Made, Term, leaves, show
 
 

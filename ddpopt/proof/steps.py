@@ -3,11 +3,10 @@
 Invariant: frozen data. `ddpopt.proof.recompose` makes it; everything else in this package reads it.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import torch
 from torch import fx
 
 from ddpopt.graph.effects import mutated_inputs
@@ -132,12 +131,3 @@ def example_of(nodes: Mapping[str, fx.Node], term: Term) -> object:
         items = example_of(nodes, term.base)
         return items[term.index] if isinstance(items, (tuple, list)) else MISSING
     return term.example if isinstance(term, Held) else MISSING
-
-
-def tensors_in(value: object) -> Iterator[torch.Tensor]:
-    """The tensors in an example value."""
-    if isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, torch.Tensor):
-        yield value
