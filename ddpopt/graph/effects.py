@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+from torch.utils import _pytree as pytree
 
 from ddpopt.graph.nodes import MISSING, SOURCES, by_storage, example_value, fetch, requires_grad, storages
 
@@ -158,7 +159,7 @@ def _mutated(node: fx.Node) -> Iterator[fx.Node]:
     else:
         signatures = _signatures(node.target)
         for signature in (s for s in signatures if node.kwargs or s.may_write):
-            yield from _nodes(filter(None, _written_by(signature, node)))
+            yield from _nodes(_written_by(signature, node))
         if not signatures:
             yield from filter(_may_hold_tensor, node.all_input_nodes)
 
@@ -315,12 +316,6 @@ def _name(target: object) -> str:
     return name
 
 
-def _nodes(value: object) -> Iterator[fx.Node]:
+def _nodes(arguments: Iterable[object]) -> list[fx.Node]:
     """The nodes in arguments."""
-    if isinstance(value, fx.Node):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from _nodes(tuple(value.values()))
-    elif isinstance(value, Iterable) and not isinstance(value, str):
-        for item in value:
-            yield from _nodes(item)
+    return [leaf for leaf in pytree.tree_leaves([*arguments]) if isinstance(leaf, fx.Node)]
