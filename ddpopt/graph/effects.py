@@ -171,15 +171,10 @@ def _written_by(signature: Signature, node: fx.Node) -> Iterator[object]:
     yield from (given.get(name) for name in (*signature.written, "out"))
     if given.get("inplace", False) is not False:
         yield given.get(next(iter(signature.names), "input"))
-    yield from _statistics(given)
+    if given.get("training", given.get("use_input_stats")) is not False:  # a norm updates its statistics
+        yield from (given.get("running_mean"), given.get("running_var"))
     if given.get("max_norm") is not None:
         yield given.get("weight")
-
-
-def _statistics(given: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The running statistics that a norm updates."""
-    updates = given.get("training", given.get("use_input_stats")) is not False
-    return (given.get("running_mean"), given.get("running_var")) if updates else ()
 
 
 def _written_by_module(node: fx.Node) -> Iterator[fx.Node]:
