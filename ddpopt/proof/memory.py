@@ -5,7 +5,7 @@ Storages are identified by the example values from tracing: views of one tensor 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Set
 
 import torch
 from torch._ops import HigherOrderOperator
@@ -184,14 +184,10 @@ def _storage(tensor: torch.Tensor) -> Hashable:
     return ("storage", *keys) if keys else id(tensor)
 
 
-def _written_families(original: Original) -> dict[Hashable, str]:
-    """Each storage that the steps write to, with the name of the first value written in it."""
-    found: dict[Hashable, str] = {}
-    for step in original.program.steps:
-        for leaf in step.written:
-            for family in _families(original, leaf):
-                found.setdefault(family, show(leaf))
-    return found
+def _written_families(original: Original) -> set[Hashable]:
+    """The storages that the steps write to."""
+    written = (leaf for step in original.program.steps for leaf in step.written)
+    return {family for leaf in written for family in _families(original, leaf)}
 
 
 def _redescribed(original: Original) -> set[Term]:
@@ -238,7 +234,7 @@ def _written_parts(original: Original) -> set[Hashable]:
     """Memory of the parts that ``unsafe_split`` and similar operators make, if it is written to."""
     unsafe = (s for s in original.program.steps if _callee_name(s).lstrip("_").startswith("unsafe_"))
     made = {family for step in unsafe for family in _made_and_read(original, step)[0]}
-    return made.intersection(_written_families(original)) if made else made
+    return made & _written_families(original) if made else made
 
 
 def _callee_name(step: ProgramStep) -> str:
@@ -264,7 +260,7 @@ def _is_view(original: Original, step: ProgramStep) -> bool:
     return bool(made) and made <= read and not step.written
 
 
-def _may_repeat(original: Original, step: ProgramStep, watched: Mapping[Hashable, str]) -> bool:
+def _may_repeat(original: Original, step: ProgramStep, watched: Set[Hashable]) -> bool:
     """Whether a step may be repeated: a view of its arguments, or a symbol, that no write can change."""
     if step.written or step.node.op == "call_module" or isinstance(step.callee, HigherOrderOperator):
         return False
