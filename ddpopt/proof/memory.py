@@ -202,14 +202,11 @@ def _no_grad_views(original: Original) -> set[Term]:
     for step in original.program.steps:
         if step.state.grad_mode and not found:
             continue
-        value = original.terms[step.name]
-        if not found.isdisjoint(map(_maker, step.given)):
-            gives_no_gradient = True
-        else:
-            back = given_back(original, step)
-            new = (tensor for tensor in tensors_in(original.example(value)) if id(tensor) not in back)
-            gives_no_gradient = not step.state.grad_mode and any(map(requires_grad, new))
-        if gives_no_gradient and _is_view(original, step):
+        value, back = original.terms[step.name], given_back(original, step)
+        new = (tensor for tensor in tensors_in(original.example(value)) if id(tensor) not in back)
+        gives_no_gradient = not step.state.grad_mode and any(map(requires_grad, new))
+        of_such_a_view = not found.isdisjoint(map(_maker, step.given))
+        if (gives_no_gradient or of_such_a_view) and _is_view(original, step):
             found.add(_maker(value))
     return found
 
