@@ -19,9 +19,6 @@ Term = object
 """A `Made`, `Item`, `Held`, `Unknown`, `Copy` or `Group`; anything else is a literal."""
 
 
-"""Marks a missing value, because None is a value."""
-
-
 @dataclass(frozen=True)
 class Made:
     """The value of the original's node called `name`."""
@@ -183,11 +180,7 @@ _LITERALS = (int, str, bytes, range, torch.dtype, torch.device, torch.layout, to
 
 def _is_constant(example: object, found: Term) -> bool:
     """Whether tracing specialized a value to the literal `found`."""
-    if isinstance(example, (torch.Tensor, *SYMBOLIC, Missing)) or isinstance(
-        found, (Made, Item, Held, Unknown, Copy, Group)
-    ):
-        return False
-    return _equal(example, found)
+    return not isinstance(example, (torch.Tensor, *SYMBOLIC, Missing)) and _equal(example, found)
 
 
 def _paired(
@@ -200,14 +193,10 @@ def _paired(
         expected = _spelled_out(expected, found.kind, example(expected))
     if not isinstance(expected, Group) or expected.kind is not found.kind:
         return None
-    if len(expected.items) != len(found.items) or not _same_keys(expected.keys, found.keys):
+    if len(expected.items) != len(found.items) or not all(map(_equal, expected.keys, found.keys)):
         return None
     keys = expected.keys or range(len(expected.items))
     return list(zip(keys, expected.items, found.items, strict=True))
-
-
-def _same_keys(expected: Sequence[object], found: Sequence[object]) -> bool:
-    return all(_equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
 def _spelled_out(term: Made | Item, kind: type, example: object) -> Term:
