@@ -7,7 +7,6 @@ in this process or on disk, belong to this graph and are never mistaken for thos
 Invariant: forward and backward compute the same as without these calls, in autograd's order.
 """
 
-import contextlib
 import itertools
 import operator
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -104,7 +103,7 @@ def compile_inline(
     flat = [*itertools.chain.from_iterable(positions)]
     detached = {inputs[position]: _detached(example_inputs[position]) for position in flat}
     values = [detached.get(node, value) for node, value in zip(inputs, example_inputs, strict=True)]
-    tokens = [_token(detached[group[0]]) for group in groups]
+    tokens = [empty_token(detached[group[0]]).requires_grad_() for group in groups]
     edited = _edited(gm, groups, detached, tokens, positions)
     show("ddpopt_inline_graph", code_of(edited))
     compiled = compiler(edited, [*values, *tokens])
@@ -134,18 +133,11 @@ def _asserts_gradients(compiler: Any) -> bool:
 
 def _detached(value: Any) -> Tensor:
     """The example value of a parameter for a graph that sends no gradient to it."""
-    context = TracingContext.try_get()
-    mode = context.fake_mode if context is not None else None
+    mode = getattr(TracingContext.try_get(), "fake_mode", None)
     if mode is not None and not isinstance(value, FakeTensor):
         value = mode.from_tensor(value, static_shapes=True)
     detached: Tensor = value.detach()
     return detached
-
-
-def _token(parameter: Tensor) -> Tensor:
-    mode = parameter.fake_mode if isinstance(parameter, FakeTensor) else contextlib.nullcontext()
-    with mode:
-        return empty_token(parameter).requires_grad_()
 
 
 def _edited(
