@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -53,8 +52,6 @@ def ddp_module(module: nn.Module) -> DistributedDataParallel:
         UsageError: there is no DDP module, or more than one.
         UnsupportedError: it does not reduce through its own reducer.
     """
-    if not dist.is_available():
-        raise UsageError("torch.distributed is not available in this build of torch; install one that has it")
     inner = ddp_within(module)
     refused = [f"  - {reason}" for reason in _unsupported(inner)]
     if refused:
