@@ -31,14 +31,13 @@ Chooser = Callable[[Compiler], "Compiler | None"]
 _choosers: list[Chooser] = []
 
 
-def _build(*args: Any, **kwargs: Any) -> object:
+def _build(bucket_bytes_cap: int, backend_compile_fn: Compiler, *args: Any, **kwargs: Any) -> object:
     """Dynamo calls this instead of the class; without an instance, the class's checks of caps are skipped."""
-    compiler = kwargs["backend_compile_fn"] if "backend_compile_fn" in kwargs else args[1]
     for choose in _choosers[::-1]:  # a copy: a choice may create a backend, or free one
-        chosen = choose(compiler)
+        chosen = choose(backend_compile_fn)
         if chosen is not None:
             return SimpleNamespace(compile_fn=chosen)  # Dynamo uses nothing else
-    return DDPOptimizer(*args, **kwargs)
+    return DDPOptimizer(bucket_bytes_cap, backend_compile_fn, *args, **kwargs)
 
 
 _hook = patch.object(distributed, "DDPOptimizer", _build)
