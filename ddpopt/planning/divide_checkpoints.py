@@ -23,6 +23,7 @@ from torch import fx
 from ddpopt.graph.nodes import (
     CHECKPOINT,
     SOURCES,
+    SYMBOLIC,
     body_nodes,
     checkpointed,
     example_value,
@@ -103,8 +104,7 @@ def _places(region: fx.GraphModule) -> dict[fx.Node, fx.Node]:
 
 def _undivided(body: Body) -> Iterator[Span]:
     """Where a body must not be divided."""
-    sizes = (isinstance(example_value(node), torch.SymInt) for node in body.nodes)
-    numbers = map(operator.or_, sizes, map(is_uncrossable_number, body.nodes))
+    numbers = (isinstance(example_value(node), SYMBOLIC) for node in body.nodes)
     yield Span(0, sum(itertools.takewhile(bool, numbers)), "the readers of these numbers recompute them")
     yield from up_to_last_write(body)  # a piece would write to what an earlier one saves
     taken: dict[fx.Node, None] = {}
