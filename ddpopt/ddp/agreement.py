@@ -155,8 +155,6 @@ def _forget(board: "Store", rank: int) -> None:
 def _store_errors_named(what: str) -> Iterator[None]:
     try:
         yield
-    except InfrastructureError:
-        raise
     except (RuntimeError, OSError) as error:  # dist.DistError and its children are RuntimeErrors
         raise InfrastructureError(
             f"{what}: the process group's key-value store failed ({error}). Usually this means that rank 0, "
