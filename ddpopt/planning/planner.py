@@ -181,11 +181,7 @@ def _place(starts: Sequence[int], position: int) -> int:
 
 def _by_atom(facts: GraphFacts, atoms: Sequence[int]) -> Iterator[Group]:
     """The parameters that complete in each atom, latest atom first, in ready order within an atom."""
-
-    def readiness(use: ParamUse) -> tuple[int, int]:
-        return -use.completes_at, use.spec.nbytes
-
-    ready = sorted(facts.params, key=readiness)
+    ready = sorted(facts.params, key=lambda use: (-use.completes_at, use.spec.nbytes))
     for start, uses in itertools.groupby(ready, key=lambda use: atoms[_place(atoms, use.completes_at)]):
         yield start, list(uses)
 
