@@ -155,13 +155,11 @@ def steps_taken_twice(evidence: Evidence) -> Iterator[ProgramStep]:
     """
     if not evidence.stitched.repeats:
         return
-    watched = _written_families(evidence.original)
-    redescribed = _redescribed(evidence.original)
+    original = evidence.original
+    watched, redescribed = _written_families(original), _redescribed(original)
     for step in evidence.stitched.repeats:
-        value = evidence.original.terms[step.name]
-        if not redescribed.isdisjoint((value, *step.given)) or not _may_repeat(
-            evidence.original, step, watched
-        ):
+        taken = original.terms[step.name], *step.given
+        if not redescribed.isdisjoint(taken) or not _may_repeat(original, step, watched):
             yield step
 
 
@@ -176,12 +174,9 @@ def _families(original: Original, term: Term) -> Iterator[Hashable]:
             yield leaf
         elif isinstance(example, torch.nn.Module):
             yield id(example)
-        yield from map(_storage, tensors_in(example))
-
-
-def _storage(tensor: torch.Tensor) -> Hashable:
-    keys = storages_of(tensor)
-    return ("storage", *keys) if keys else id(tensor)
+        for tensor in tensors_in(example):
+            keys = storages_of(tensor)
+            yield ("storage", *keys) if keys else id(tensor)
 
 
 def _written_families(original: Original) -> set[Hashable]:
