@@ -74,12 +74,11 @@ class LaunchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torc
     def __torch_dispatch__(
         self,
         func: Any,
-        types: Sequence[type],
+        _types: Sequence[type],
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run the operator, and report it."""
-        del types
         if func is torch.ops.ddpopt.hand_over.default and type(args[0][0]) is Tensor:  # not while tracing
             with self:  # the mode must also see the reducer's launches inside this operator
                 return hand_over(*args, **(kwargs or {}))

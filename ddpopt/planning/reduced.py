@@ -134,8 +134,7 @@ def bucket_members(reducer: Any) -> list[list[Tensor]] | None:
 class _NoMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
     """Makes zeros that take no memory: the reducer shows its buckets only with zeros for each parameter."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        del types
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.zeros_like.default:
             like: Tensor = args[0]
             return torch.zeros((), dtype=like.dtype, device=like.device).expand(like.shape)

@@ -112,8 +112,7 @@ class _Watching(TorchFunctionMode):
         super().__init__()
         self.dtypes: set[torch.dtype] = set()
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        del types
+    def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.dtypes.update(torch.get_autocast_dtype(d) for d in DEVICES if torch.is_autocast_enabled(d))
         return func(*args, **(kwargs or {}))
 
