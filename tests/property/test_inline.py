@@ -20,7 +20,7 @@ from tests.property.strategies import graphs
 from tests.unit.effects import Effects
 
 
-@share(1.5)
+@share(1)
 @given(graphs(), small_configs())
 def test_a_graph_whose_parameters_are_lent_is_the_same_program(
     graph: SmallGraph, config: BucketConfig

@@ -25,7 +25,7 @@ def names(plan: Plan) -> list[str]:
     return [name for bucket in plan.buckets for name in bucket.params]
 
 
-@share(4)
+@share(2)
 @given(graphs(), small_configs())
 def test_a_plan_of_a_graph_keeps_what_plans_promise(graph: SmallGraph, config: BucketConfig) -> None:
     facts = facts_of(graph)
@@ -72,7 +72,7 @@ def assert_in_order_of_backward(plan: Plan) -> None:
     assert [bucket.index for bucket in plan.buckets] == list(range(len(plan.buckets)))
 
 
-@share(1.5)
+@share(1)
 @given(graphs())
 def test_the_parameters_that_are_read_are_those_that_get_a_gradient(graph: SmallGraph) -> None:
     inputs = real_inputs(graph)
@@ -94,7 +94,7 @@ def test_the_parameters_that_are_read_are_those_that_get_a_gradient(graph: Small
         assert sorted(read) == sorted(trained)
 
 
-@share(1.5)
+@share(1)
 @given(graphs(), small_configs())
 def test_given_buckets_are_kept_unchanged(graph: SmallGraph, config: BucketConfig) -> None:
     facts = facts_of(graph)

@@ -35,7 +35,6 @@ from tests.property.drawn_graphs import (
     small_configs,
 )
 from tests.property.strategies import graphs
-from tests.property.test_partition import SHARE
 
 Bug = Callable[[SmallGraph, Plan], object]
 """Cuts a graph wrongly; raises if that is found."""
@@ -132,7 +131,7 @@ def test_each_bug_is_found_among_the_graphs_of_a_property_in_ci() -> None:
     missing, errors = BUGS.copy(), set[type[Exception]]()
 
     @settings(
-        max_examples=round(SHARE * EXAMPLES["ci"]),
+        max_examples=EXAMPLES["ci"],
         derandomize=True,
         database=None,
         deadline=None,

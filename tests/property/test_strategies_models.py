@@ -136,7 +136,7 @@ def test_each_feature_and_choice_is_drawn_and_reported_and_no_draw_is_thrown_awa
     assert all(reported[feature] >= count for feature, count in drawn_features.items())
 
 
-@share(2)
+@share(0.5)
 @given(st.sampled_from(sorted(known_features())), st.data())
 def test_each_feature_can_be_switched_off(feature: str, data: st.DataObject) -> None:
     assert feature not in data.draw(models(without={feature}, max_steps=5)).features
