@@ -26,9 +26,18 @@ pytestmark = [
 ]
 SNAPSHOTS = (Path(__file__).parents[2] / "data" / "corpus_plans.txt").read_text().strip().split("\n\n")
 PLANS = {text.partition(":")[0]: text for text in SNAPSHOTS}
+BY_NIGHT = ("bert", "resnet", "t5", "vit")
+"""Whole models, which take longest to trace; by day test_corpus_training.py trains them with their plans."""
 
 
-@pytest.mark.parametrize("case", corpus.cases(), ids=lambda case: case.name)
+def each_case() -> list[Any]:
+    return [
+        pytest.param(case, id=case.name, marks=pytest.mark.nightly if case.name in BY_NIGHT else ())
+        for case in corpus.cases()
+    ]
+
+
+@pytest.mark.parametrize("case", each_case())
 def test_the_plan_of_a_case_is_what_it_was(case: Case) -> None:
     assert f"{case.name}: {as_text(plan_of(case))}" == PLANS.get(case.name)
 
