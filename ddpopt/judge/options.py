@@ -176,12 +176,11 @@ OPTIONS: tuple[Option, ...] = (
 )
 
 
-def option(name: str, given_as: str = "options") -> Option:
+def option(name: str) -> Option:
     """Return an option by its name.
 
     Args:
         name: one of those in `OPTIONS`.
-        given_as: the name of the caller's argument, for the error.
 
     Returns:
         The option.
@@ -189,4 +188,4 @@ def option(name: str, given_as: str = "options") -> Option:
     Raises:
         UsageError: there is no such option.
     """
-    return named(name, {each.name: each for each in OPTIONS}, given_as)
+    return named(name, {each.name: each for each in OPTIONS}, "options")

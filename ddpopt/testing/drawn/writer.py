@@ -224,9 +224,9 @@ class Writer:
         yield
         self._scope = outer
 
-    def helper(self, name: str, source: str = "") -> str:
-        """Define or import a name at module level once, by default one of `DEFINITIONS`; returns the name."""
-        self.helpers[name] = source or DEFINITIONS[name]
+    def helper(self, name: str) -> str:
+        """Define or import one of `DEFINITIONS` at module level, once; returns the name."""
+        self.helpers[name] = DEFINITIONS[name]
         return name
 
     def input(self, name: str, expression: str) -> str:
