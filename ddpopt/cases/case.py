@@ -64,7 +64,6 @@ class Case:
         loss: maps the model's output to a scalar to differentiate; may read parameters outside DDP.
         ddp_kwargs: arguments for ``DistributedDataParallel`` that the case needs, or that it is about (a
             bucket cap).
-        tags: properties by which a runner may select cases; see ``ddpopt.cases.corpus``.
         graphs: the number of graphs that Dynamo captures in the first step of a compiled run.
         unused: trainable parameters that get no gradient on at least one rank.
         ranks_differ: whether ranks run different graphs, because they use different parameters or sizes.
@@ -76,7 +75,6 @@ class Case:
     about: str
     loss: Callable[[Any], Tensor] = mean_square
     ddp_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    tags: tuple[str, ...] = ()
     graphs: int = 1
     unused: tuple[str, ...] = ()
     ranks_differ: bool = False

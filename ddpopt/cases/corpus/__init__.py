@@ -1,17 +1,7 @@
 """The cases that ship with ddpopt: small models, each for one thing that a DDP optimizer can get wrong.
 
 In: a name. Out: a `Case`. Invariant: every case is deterministic, runs under eager DDP on gloo, and needs no
-download. Tags:
-
-- ``breaks``: Dynamo breaks the graph.
-- ``buffers``: forward updates buffers in place.
-- ``dynamic``: sizes or numbers change between steps, so Dynamo recompiles.
-- ``higher_order``: parameters are operands of a higher-order operator.
-- ``ignored``: DDP ignores some parameters, so their gradients differ between ranks.
-- ``mutation``: forward changes activations or buffers in place.
-- ``random``: forward draws random numbers.
-- ``sparse``: some gradients are sparse.
-- ``unused``: some trainable parameters get no gradient.
+download.
 """
 
 from importlib import import_module

@@ -148,22 +148,20 @@ blocks_case = partial(rows_case, dim=160, batch=64)
 CASES = (
     blocks_case("autocast", AutocastSpan, layers=5),
     blocks_case("no_grad", NoGradSpan, layers=5),
-    blocks_case("graph_break", OwnBreak, layers=6, tags=("breaks",), graphs=2),
-    blocks_case("view_across_break", ViewAcrossBreak, layers=6, tags=("breaks",), graphs=2),
+    blocks_case("graph_break", OwnBreak, layers=6, graphs=2),
+    blocks_case("view_across_break", ViewAcrossBreak, layers=6, graphs=2),
     blocks_case(
         "checkpoint",
         Checkpointed,
         "activation checkpointing of every block, whose parameters are operands of a higher-order op",
         layers=6,
-        tags=("higher_order",),
     ),
     blocks_case(
         "selective_checkpoint",
         partial(Checkpointed, context_fn=partial(create_selective_checkpoint_contexts, save_products)),
         "checkpointing that saves matrix products: policies in node metadata must survive a cut",
         layers=6,
-        tags=("higher_order",),
     ),
-    blocks_case("cond", Conditional, layers=6, tags=("higher_order",)),
-    rows_case("autograd_function", CustomFunction, tags=("higher_order",)),
+    blocks_case("cond", Conditional, layers=6),
+    rows_case("autograd_function", CustomFunction),
 )

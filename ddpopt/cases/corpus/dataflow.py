@@ -119,13 +119,11 @@ class RunningBuffers(Layers):
 
 
 CASES = (
-    rows_case("in_place", InPlace, tags=("mutation",)),
-    rows_case(
-        "views_in_place", ViewsInPlace, dim=320, inputs=partial(arrays, shape=(32, 640)), tags=("mutation",)
-    ),
-    rows_case("dropout", Dropouts, tags=("random",)),
+    rows_case("in_place", InPlace),
+    rows_case("views_in_place", ViewsInPlace, dim=320, inputs=partial(arrays, shape=(32, 640))),
+    rows_case("dropout", Dropouts),
     rows_case("transposed", Transposed),
     rows_case("several_outputs", SeveralOutputs),
     rows_case("tuples", Tuples),
-    rows_case("buffers", RunningBuffers, tags=("buffers", "mutation")),
+    rows_case("buffers", RunningBuffers),
 )

@@ -100,7 +100,6 @@ CASES = (
         inputs=partial(tokens_and_experts, batch=64, width=128),
         about="experts unused on some ranks: the ranks' graphs differ, but all must agree on the buckets",
         ddp_kwargs={"find_unused_parameters": True},
-        tags=("unused",),
         unused=tuple(
             f"layers.{layer}.experts.{expert}.{parameter}"
             for layer in range(3)

@@ -96,7 +96,6 @@ CASES = (
         partial(Parametrized, "spectral_norm"),
         "weights divided by a norm that a power iteration keeps in buffers (pytorch#113415)",
         layers=7,
-        tags=("buffers",),
     ),
     rows_case("flat_storage", FlatStorage),
     Case(

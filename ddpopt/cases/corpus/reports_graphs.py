@@ -111,7 +111,6 @@ CASES = (
         model=partial(seeded, AlibiAttention, dim=384, heads=4, layers=6),
         inputs=partial(arrays, shape=(2, 16, 384)),
         about="flex attention with a captured buffer, over inputs that need no gradient (pytorch#137481)",
-        tags=("higher_order",),
     ),
     rows_case(
         "static_twice",

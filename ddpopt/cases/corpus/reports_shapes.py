@@ -93,28 +93,24 @@ CASES = (
         inputs=partial(growing_sequences, width=512),
         about="sequences that grow at every step: sizes stay symbolic across cuts (pytorch#140229)",
         ddp_kwargs={"bucket_cap_mb": 1},
-        tags=("dynamic",),
     ),
     Case(
         name="checkpoint_sizes",
         model=partial(seeded, CheckpointedConvs, channels=384, layers=6),
         inputs=partial(growing_images, channels=384),
         about="checkpointed 1 x 1 convolutions over images of changing size and stride (pytorch#118984)",
-        tags=("dynamic", "higher_order"),
     ),
     Case(
         name="transposed_batch",
         model=partial(seeded, TransposedLinears, length=384, dim=8, layers=6),
         inputs=partial(doubled_batches, length=384, width=8),
         about="a transposed value across cuts, and a batch size that doubles after a step (pytorch#116292)",
-        tags=("dynamic",),
     ),
     Case(
         name="uneven_ranks",
         model=partial(seeded, Rows, dim=384, layers=6),
         inputs=partial(uneven_rows, width=384),
         about="a batch size that changes on odd ranks only: only these recompile (pytorch#130935)",
-        tags=("dynamic",),
         ranks_differ=True,
     ),
 )

@@ -134,8 +134,7 @@ CASES = (
         model=partial(seeded, UNet, channels=160),
         inputs=partial(arrays, shape=(2, 3, 8, 8)),
         about="evaluation without gradients between training steps (pytorch#128218)",
-        tags=("random",),
     ),
-    rows_case("synced_norm", Normalized, layers=6, batch=8, tags=("breaks",), graphs=2),
-    rows_case("nested", Towers, layers=6, batch=8, tags=("breaks",), graphs=2),
+    rows_case("synced_norm", Normalized, layers=6, batch=8, graphs=2),
+    rows_case("nested", Towers, layers=6, batch=8, graphs=2),
 )

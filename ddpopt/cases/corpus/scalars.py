@@ -90,13 +90,8 @@ CASES = (
         layers=3,
         dim=512,
         ddp_kwargs={"bucket_cap_mb": 1},
-        tags=("breaks", "random", "dynamic"),
         graphs=2,
     ),
-    rows_case(
-        "scalars", ScalarArguments, inputs=partial(rows_and_scalars, batch=32, width=384), tags=("dynamic",)
-    ),
-    rows_case(
-        "dynamic_batch", DynamicBatch, inputs=partial(growing_rows, batch=16, width=384), tags=("dynamic",)
-    ),
+    rows_case("scalars", ScalarArguments, inputs=partial(rows_and_scalars, batch=32, width=384)),
+    rows_case("dynamic_batch", DynamicBatch, inputs=partial(growing_rows, batch=16, width=384)),
 )

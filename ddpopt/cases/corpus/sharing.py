@@ -73,7 +73,6 @@ CASES = (
         ignored,
         "parameters that DDP is told to ignore: trainable, read, but in no bucket and not reduced",
         layers=10,
-        tags=("ignored",),
     ),
     rows_case(
         "unused",
@@ -81,7 +80,6 @@ CASES = (
         "a layer that never runs: in a bucket, in no graph",
         layers=9,
         ddp_kwargs={"find_unused_parameters": True},
-        tags=("unused",),
         unused=("layers.2.weight", "layers.2.bias"),
     ),
     rows_case(
@@ -90,7 +88,6 @@ CASES = (
         "a layer that never runs, under static_graph, which finds out in the first iteration",
         layers=9,
         ddp_kwargs={"static_graph": True},
-        tags=("unused",),
         unused=("layers.2.weight", "layers.2.bias"),
     ),
 )

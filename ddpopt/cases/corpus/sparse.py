@@ -53,6 +53,5 @@ CASES = (
         model=partial(seeded, Recommender, tables=3, entries=1000, dim=64, hidden=768),
         inputs=partial(features_and_ids, tables=3, entries=1000, batch=64, width=64),
         about="sparse embedding gradients, which DDP reduces one by one, next to a dense tower",
-        tags=("sparse",),
     ),
 )

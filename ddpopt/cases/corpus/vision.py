@@ -98,7 +98,6 @@ CASES = (
         model=partial(seeded, channels_last_resnet),
         inputs=channels_last_images,
         about="channels-last convolutions with BatchNorm, in-place ReLU and downsampling shortcuts",
-        tags=("buffers",),
     ),
     Case(
         name="vit",
