@@ -20,9 +20,12 @@ def compiling_quickly() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def kept(compiling_quickly: None) -> None:
-    """What earlier modules left is no garbage, and the collections in each trial do not go through it."""
+@pytest.fixture(scope="module", autouse=True)
+def spared(compiling_quickly: None) -> None:
+    """What earlier modules left is no garbage, and the collections in each trial do not go through it.
+
+    Folders whose tests compile little have a fixture of their own by this name.
+    """
     from ddpopt.judge.trials import collect_and_freeze
 
     collect_and_freeze()

@@ -48,11 +48,6 @@ def add_ranks(item: pytest.Item, at_least: int) -> None:
     item.add_marker(pytest.mark.world_size(size, **({} if own is None else own.kwargs)), append=False)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def spared(kept: None) -> None:
-    """All that runs on ranks compiles."""
-
-
 @pytest.fixture
 def ranks(ddp_ranks: Ranks) -> Ranks:
     """The ranks of this test, with a process group of its own as the default one."""
