@@ -103,13 +103,6 @@ def test_a_foreign_plan_does_not_flood_the_screen() -> None:
     assert "  - and 31 more" in text.splitlines()
 
 
-def test_only_ddp_modules_have_buckets() -> None:
-    assert said(lambda: ddp_module(nn.Linear(1, 1))) == (
-        "expected a DistributedDataParallel module, got Linear; wrap the model first. "
-        'Where a framework wraps it later: model.compile(backend="ddpopt")'
-    )
-
-
 def test_the_ddp_module_inside_wrappers_is_found_and_of_several_none() -> None:
     ddp, other = (DistributedDataParallel(nn.Linear(1, 1)) for _ in range(2))
     assert ddp_module(nn.Sequential(cast(nn.Module, torch.compile(ddp, backend="eager")))) is ddp
