@@ -19,7 +19,6 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from ddpopt.errors import UsageError
 from ddpopt.planning.limits import BucketConfig
 from ddpopt.planning.reduced import as_built
 
@@ -57,17 +56,12 @@ def assign_buckets(params: Sequence[ParamSpec], limits: Sequence[int]) -> list[t
 
     Args:
         params: the parameters, in ready order for rebuilt buckets.
-        limits: sizes in bytes at which a bucket closes.
+        limits: sizes in bytes at which a bucket closes, at least one.
 
     Returns:
         The buckets in the order in which they are reduced: indices into ``params``, and the limit at which
         the bucket closes (0 for a sparse gradient).
-
-    Raises:
-        UsageError: ``limits`` is empty.
     """
-    if not limits:
-        raise UsageError("limits: expected sizes in bytes, got none; use BucketConfig.rebuilt_limits")
     if not params:
         return []
     mode = FakeTensorMode()

@@ -10,10 +10,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from ddpopt.planning.bucket_rule import ParamSpec, assign_buckets, specs_from_ddp, specs_from_module
+from ddpopt.planning.bucket_rule import specs_from_ddp, specs_from_module
 from ddpopt.planning.limits import BucketConfig
 from ddpopt.testing.drawn import DrawnModel, step
-from tests.refusals import refusal
 from tests.unit.rehearsing import assert_buckets_as_predicted
 
 WIDTH = 256  # a weight of 256 KiB and a bias of 1 KiB
@@ -122,8 +121,3 @@ def test_parameters_whose_all_reduce_is_delayed_are_in_no_bucket() -> None:
     )
     assert specs_from_ddp(ddp) == specs_from_module(model, ignored=[name for name, _ in delayed])
     assert_limits(ddp)
-
-
-def test_no_limits_are_a_mistake() -> None:
-    said = refusal(lambda: assign_buckets([ParamSpec("p", 1, "float32", "cpu")], []))
-    assert said == "limits: expected sizes in bytes, got none; use BucketConfig.rebuilt_limits"
