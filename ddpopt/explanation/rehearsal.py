@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from ddpopt.graph.nodes import tensors_in
 from ddpopt.planning.bucket_rule import ParamSpec
 from ddpopt.planning.capture import fake_copy, private_dynamo
 
@@ -43,8 +43,7 @@ class RehearsedStep:
 
 def sum_of_squares(output: object) -> Tensor:
     """A loss over every tensor in an output that requires grad."""
-    leaves = (leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor))
-    squares = [leaf.abs().double().square().sum() for leaf in leaves if leaf.requires_grad]
+    squares = [leaf.abs().double().square().sum() for leaf in tensors_in(output) if leaf.requires_grad]
     return torch.stack(squares).sum()
 
 
