@@ -21,14 +21,14 @@ from typer.core import TyperCommand, TyperGroup
 import ddpopt
 from ddpopt.cli import options as given
 from ddpopt.errors import DdpoptError, UsageError
+from ddpopt.explanation.tables import Column, table
+from ddpopt.judge.report.files import RESULTS, require_writable, show, status_line, write_report
 
 
 class _Command(TyperCommand):
     """A subcommand whose stdout has only its result, whatever the target prints."""
 
     def invoke(self, ctx: Any) -> Any:
-        from ddpopt.judge.report.files import RESULTS, require_writable
-
         params = ctx.params
         limits = ("timeout", "minutes", "examples", "tries")
         given.require_positive(**{name: params.get(name) for name in limits})
@@ -109,7 +109,6 @@ def explain(target: given.Target, ddp: given.Ddp = None, json: given.Json = None
     Nothing is trained: no process group and no GPU is needed.
     """
     from ddpopt.explanation.explain import explain_case
-    from ddpopt.judge.report.files import show
 
     case = _case(target, ddp)
     explanation = explain_case(case, case.ddp_kwargs)
@@ -132,7 +131,6 @@ def doctor(  # one for each option of the command line
     something else.
     """
     from ddpopt.doctor import diagnose
-    from ddpopt.judge.report.files import show
 
     case = _case(target, ddp)
     diagnosis = diagnose(
@@ -219,7 +217,6 @@ def gate(  # noqa: PLR0913  # one for each option of the command line
     """
     from ddpopt.gate.gate import gate as compare
     from ddpopt.judge.modes import MODES
-    from ddpopt.judge.report.files import show, status_line, write_report
 
     asked: dict[str, Any] = {"nproc": nproc, "backend": backend, "steps": steps, "device": device}
     sources = {name: context.get_parameter_source(name) for name in asked}
@@ -293,7 +290,6 @@ def modes() -> None:
     """List the modes and options that 'ddpopt verify' and 'ddpopt matrix' know."""
     from ddpopt.judge.modes import MODES
     from ddpopt.judge.options import OPTIONS
-    from ddpopt.judge.report.files import show
 
     show(f"{_listed('mode', MODES)}\n\n{_listed('option', OPTIONS)}", "", None)
 
@@ -302,7 +298,6 @@ def modes() -> None:
 def cases(json: given.Json = None) -> None:
     """List the cases of the corpus, each of which is a TARGET."""
     from ddpopt.cases import corpus
-    from ddpopt.judge.report.files import show
 
     found = corpus.cases()
     show(_listed("case", found), json_module.dumps({case.name: case.about for case in found}, indent=2), json)
@@ -318,8 +313,6 @@ def _case(target: str, ddp: list[str] | None) -> Any:
 
 def _listed(title: str, rows: Iterable[Any]) -> str:
     """A table of names, with one sentence about each."""
-    from ddpopt.explanation.tables import Column, table
-
     return table([Column(title), Column("about")], [(row.name, row.about) for row in rows])
 
 
