@@ -1,4 +1,4 @@
-"""Measuring a link: streams of all-reduces on the process group of a DDP module, and a line through their times.
+"""Measuring a link: streams of all-reduces on a process group, and a line through their times.
 
 A stream is what the reducer sends in a backward: all-reduces that are launched one after another without
 waiting, and waited for at the end. Invariant: all ranks get the same link, the slowest rank's.
@@ -6,7 +6,6 @@ waiting, and waited for at the end. Invariant: all ranks get the same link, the 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
@@ -15,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddpopt.tuning.records import Link, conditions
+from ddpopt.tuning.recording import between, now
+from ddpopt.tuning.records import Link, conditions, largest
 
 SIZES = (1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 23)
 """Bytes of one all-reduce."""
@@ -28,41 +28,32 @@ COMPUTE_SIZE = 192
 """Rows of the square matrices that are multiplied while a stream is sent."""
 
 
-def measure_link(group: Any, device: torch.device, told: Callable[[str], None] = lambda _: None) -> Link:
+def measure_link(group: Any, device: torch.device) -> Link:
     """Measure all-reduces on a process group; a collective of all its ranks.
 
     Args:
         group: the process group.
         device: of the buffers.
-        told: called with a few words before each size.
 
     Returns:
         The link, equal on all ranks.
+
+    Raises:
+        InfrastructureError: a rank did not answer in time.
     """
-    rows: list[tuple[int, int, float]] = []
-    for nbytes in SIZES:
-        told(f"all-reduce of {nbytes} bytes")
-        for count in COUNTS:
-            if nbytes * count <= MOST_BYTES:
-                rows.append((count, count * nbytes, _stream_s(group, device, count, nbytes)))
+    streams = [(count, size) for size in SIZES for count in COUNTS if size * count <= MOST_BYTES]
+    own = [_stream_s(group, device, *stream) for stream in streams]
+    *seconds, processor = largest(group, [*own, _processor_s_per_byte(group, device)])
+    rows = [(count, count * size, each) for (count, size), each in zip(streams, seconds, strict=True)]
     drain, latency, per_byte = fitted(rows)
-    predicted = [drain + count * latency + nbytes * per_byte for count, nbytes, _ in rows]
-    residual = max(abs(p - s) / s for p, (_, _, s) in zip(predicted, rows, strict=True))
-    told("computation next to a stream")
-    return Link(
-        latency_s=latency,
-        seconds_per_byte=per_byte,
-        drain_s=drain,
-        processor_s_per_byte=_agreed(group, device, _processor_s_per_byte(group, device)),
-        residual=residual,
-        backend=str(dist.get_backend(group)),
-        world_size=dist.get_world_size(group),
-        measured=conditions(),
-    )
+    residual = max(abs(drain + count * latency + nbytes * per_byte - s) / s for count, nbytes, s in rows)
+    processor = min(processor, per_byte)  # more is noise: sending takes no more than the whole processor
+    size, backend = dist.get_world_size(group), str(dist.get_backend(group))
+    return Link(latency, per_byte, drain, processor, residual, backend, size, conditions())
 
 
 def fitted(rows: Sequence[tuple[int, int, float]]) -> tuple[float, float, float]:
-    """Fit ``drain + count * latency + nbytes * per_byte`` to streams, by least squares of relative differences.
+    """Fit ``drain + count * latency + nbytes * per_byte``, by least squares of relative differences.
 
     Args:
         rows: all-reduces, bytes and seconds of each stream.
@@ -71,29 +62,26 @@ def fitted(rows: Sequence[tuple[int, int, float]]) -> tuple[float, float, float]
         Drain and latency in seconds, and seconds per byte; none is negative.
     """
     columns = torch.tensor([[1.0, count, nbytes] for count, nbytes, _ in rows], dtype=torch.float64)
-    seconds = torch.tensor([s for _, _, s in rows], dtype=torch.float64)
-    scale = columns.abs().amax(0)
-    weighted = columns / scale / seconds[:, None]
-    kept = [0, 1, 2]
+    weighted = columns / torch.tensor([[s] for _, _, s in rows], dtype=torch.float64)
+    kept, ones = [0, 1, 2], torch.ones(len(rows), 1, dtype=torch.float64)
     while True:
-        found = torch.linalg.lstsq(weighted[:, kept], torch.ones(len(rows), 1, dtype=torch.float64)).solution[:, 0]
-        if bool((found >= 0).all()):
-            break
-        del kept[int(found.argmin())]
-    result = torch.zeros(3, dtype=torch.float64)
-    result[kept] = found
-    drain, latency, per_byte = (result / scale).tolist()
-    return drain, latency, per_byte
+        found = torch.linalg.lstsq(weighted[:, kept], ones, driver="gelsd").solution[:, 0].tolist()
+        if min(found) >= 0:
+            drain, latency, per_byte = (dict(zip(kept, found, strict=True)).get(i, 0.0) for i in range(3))
+            return drain, latency, per_byte
+        del kept[found.index(min(found))]
 
 
 def _stream_s(group: Any, device: torch.device, count: int, nbytes: int) -> float:
     buffers = [torch.zeros(nbytes // 4, device=device) for _ in range(count)]
     _send(group, buffers)
-    return _agreed(group, device, median(_timed(group, device, lambda: _send(group, buffers)) for _ in range(REPEATS)))
+    return _median_s(group, device, lambda: _send(group, buffers))
 
 
-def _send(group: Any, buffers: Sequence[Tensor]) -> None:
-    for work in [dist.all_reduce(buffer, group=group, async_op=True) for buffer in buffers]:
+def _send(group: Any, buffers: Sequence[Tensor], meanwhile: Callable[[], None] = lambda: None) -> None:
+    works = [dist.all_reduce(buffer, group=group, async_op=True) for buffer in buffers]
+    meanwhile()
+    for work in works:
         work.wait()
 
 
@@ -101,44 +89,25 @@ def _processor_s_per_byte(group: Any, device: torch.device) -> float:
     """How much longer a fixed computation takes next to a stream, per byte of the stream."""
     matrix = torch.ones(COMPUTE_SIZE, COMPUTE_SIZE, device=device)
     buffers = [torch.zeros(1 << 18, device=device) for _ in range(8)]
-    nbytes = sum(buffer.numel() * 4 for buffer in buffers)
-    sending_s = _timed(group, device, lambda: _send(group, buffers))
 
-    def compute(times: int) -> None:
+    def compute(times: int = 50) -> None:
         for _ in range(times):
             torch.mm(matrix, matrix)
 
-    one_s = _timed(group, device, lambda: compute(50)) / 50
-    times = int(2 * sending_s / one_s) + 1  # the computation lasts longer than the stream
-
-    def both() -> None:
-        works = [dist.all_reduce(buffer, group=group, async_op=True) for buffer in buffers]
-        compute(times)
-        for work in works:
-            work.wait()
-
-    alone = median(_timed(group, device, lambda: compute(times)) for _ in range(REPEATS))
-    together = median(_timed(group, device, both) for _ in range(REPEATS))
-    return max(0.0, together - alone) / nbytes
+    sending_s = _median_s(group, device, lambda: _send(group, buffers))
+    # the computation lasts longer than the stream
+    times = int(2 * sending_s / (_median_s(group, device, compute) / 50)) + 1
+    alone = _median_s(group, device, lambda: compute(times))
+    together = _median_s(group, device, lambda: _send(group, buffers, lambda: compute(times)))
+    return max(0.0, together - alone) / sum(buffer.nbytes for buffer in buffers)
 
 
-def _timed(group: Any, device: torch.device, run: Callable[[], None]) -> float:
-    """Seconds of a call that all ranks begin together."""
-    dist.barrier(group)
-    _synchronize(device)
-    begin = time.perf_counter()
-    run()
-    _synchronize(device)
-    return time.perf_counter() - begin
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _agreed(group: Any, device: torch.device, value: float) -> float:
-    """The largest value of all ranks."""
-    largest = torch.tensor([value], dtype=torch.float64, device=device)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    return float(largest)
+def _median_s(group: Any, device: torch.device, call: Callable[[], None]) -> float:
+    """Seconds of a call that all ranks begin together, the median of some."""
+    found = []
+    for _ in range(REPEATS):
+        dist.barrier(group)
+        begin = now(device)
+        call()
+        found.append(between(begin, now(device)))
+    return median(found)

@@ -1,174 +1,190 @@
-"""Profiling steps on the user's ranks: when each gradient is complete, while nothing is sent.
+"""Measuring the steps of a training: how long they take, and when each gradient is complete.
 
-For these steps the reducer gets a bucket for each gradient, and a hook that notes the time and keeps the bucket.
-When the last one is complete, all are sent, each as it would have been. So the steps train as any others, and no
-communication disturbs the computation that is measured.
+What is measured is a course: a generator that yields where a step of the training must run, and that may
+change the buckets between two steps. `run` runs a course with a function for the step;
+`ddpopt.tuning.compiling` advances one at each forward of the user's own training.
 
-Invariant: afterwards the reducer has the given plan, and the module's own communication hook.
+In profiled steps the reducer has a bucket for each gradient, and a hook that notes the time and keeps the
+bucket. When the last one is complete, all are sent, each as it would have been. So these steps train as any
+others, and no communication disturbs the computation that is measured.
 """
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Sequence
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.futures import Future
-from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt.ddp.reducer import install
-from ddpopt.planning.bucket_rule import ParamSpec, specs_from_ddp
+from ddpopt.ddp.fit import require_between_iterations
+from ddpopt.ddp.reducer import install, outside_dynamo
+from ddpopt.errors import UsageError
+from ddpopt.planning.bucket_rule import ParamSpec
+from ddpopt.planning.model_graphs import specs_by_id
 from ddpopt.planning.plan import Bucket, Plan
 from ddpopt.tuning.records import Gradient, Profile, conditions
 
 _c10d: Any = dist  # torch does not mark its re-exports
+Value = TypeVar("Value")
+Course = Generator[None, None, Value]
+
+
+def run(course: Course[Value], step: Callable[[], object]) -> Value:
+    """Run a course with a function that trains one step."""
+    while True:
+        try:
+            next(course)
+        except StopIteration as ended:
+            value: Value = ended.value
+            return value
+        step()
 
 
 def one_each(specs: Sequence[ParamSpec]) -> Plan:
-    """A plan whose buckets hold a gradient each.
-
-    Args:
-        specs: in ready order.
-    """
+    """A plan whose buckets hold a gradient each."""
     return Plan(tuple(Bucket.of(i, [spec], 0, "profiled") for i, spec in enumerate(specs)), (), ())
 
 
-@dataclass
-class Recording:
-    """The profiled steps so far.
+def now(device: torch.device) -> Any:
+    """A point in time: an event on the current stream of a GPU, else seconds."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch types it not
+    event.record()
+    return event
+
+
+def between(begin: Any, end: Any) -> float:
+    """Seconds between two points; waits for the second on a GPU."""
+    if isinstance(begin, float):
+        return float(end - begin)
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1000
+
+
+class Watch:
+    """A DDP module in training, whose steps are measured.
+
+    Args:
+        ddp: the module.
 
     Attributes:
-        ready: the times at which the gradients of each backward were complete, in the order of the buckets.
-        forwards: when each step, its backward, the end of its backward and its end were.
+        device: of its parameters.
     """
 
-    ready: list[list[Any]] = field(default_factory=list)
-    marks: list[list[Any]] = field(default_factory=list)
+    def __init__(self, ddp: Any) -> None:
+        self.ddp = ddp
+        self.device: torch.device = next(ddp.module.parameters()).device
+        self._forward: Any = None
 
+    def watched(self, forward: Callable[..., Any], begin: Callable[[], None]) -> Callable[..., Any]:
+        """`forward`; before each that will be synchronized `begin` is called, and its end is noted."""
 
-class Clock:
-    """Points in time on a device, and the seconds between them."""
+        @outside_dynamo
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            if not (torch.is_grad_enabled() and self.ddp.require_backward_grad_sync):
+                return forward(*args, **kwargs)
+            begin()
+            output = forward(*args, **kwargs)
+            self._forward = now(self.device)
+            return output
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+        return watched
 
-    def now(self) -> Any:
-        """A point in time: an event on the current stream of a GPU, else seconds."""
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+    def steps(self, count: int) -> Course[list[float]]:
+        """Let some steps run; returns how long each took, in seconds."""
+        points = [now(self.device)]
+        for _ in range(count):
+            yield
+            points.append(now(self.device))
+        return [between(*pair) for pair in itertools.pairwise(points)]
 
-    def between(self, begin: Any, end: Any) -> float:
-        """Seconds between two points."""
-        if self.device.type != "cuda":
-            return float(end - begin)
-        end.synchronize()
-        return float(begin.elapsed_time(end)) / 1000
+    def settled(self) -> Course[None]:
+        """Let steps run until the buckets may change."""
+        while True:
+            try:
+                return require_between_iterations(self.ddp)
+            except UsageError:  # the user runs two forwards before one backward
+                yield
+
+    def ready_order(self) -> list[ParamSpec]:
+        """The parameters in the order in which their gradients were complete in the last backward."""
+        specs, at = [*specs_by_id(self.ddp).values()], self.ddp.reducer.get_backward_stats()
+        return [specs[place] for place in sorted(range(len(specs)), key=at.__getitem__)]
+
+    def profiled(self, order: Sequence[ParamSpec], steps: int, strategy: str) -> Course[Profile]:
+        """Profile some steps, after one that is not; afterwards the reducer needs another plan.
+
+        Args:
+            order: the parameters in ready order.
+            steps: how many.
+            strategy: how the module runs.
+
+        Returns:
+            The profile of this rank: medians over the steps.
+        """
+        yield from self.settled()
+        hold = self._holding(order)
+        yield
+        points = []
+        for _ in range(steps):
+            begin = now(self.device)
+            yield
+            points.append((begin, self._forward, hold.sent, now(self.device), hold.times))
+        rows = [
+            (between(begin, forward), between(sent, end), *(between(forward, at) for at in times))
+            for begin, forward, sent, end, times in points
+        ]
+        forward_s, update_s, *ready = (median(column) for column in zip(*rows, strict=True))
+        gradients = tuple(Gradient(spec, at) for spec, at in zip(order, ready, strict=True))
+        size = dist.get_world_size(self.ddp.process_group)
+        return Profile(gradients, forward_s, ready[-1], update_s, strategy, size, conditions())
+
+    def _holding(self, order: Sequence[ParamSpec]) -> Hold:
+        """Give the reducer a bucket for each gradient, and a hook that keeps them."""
+        hold, hooks = Hold(self.ddp, self.device, len(order)), self.ddp._comm_hooks
+        # the last of them is registered
+        with patch.object(self.ddp, "_comm_hooks", [(hold, None)] if hooks else hooks):
+            install(self.ddp, one_each(order))
+        if not hooks:
+            _c10d._register_comm_hook(self.ddp.reducer, None, hold)
+        return hold
 
 
 class Hold:
-    """The communication hook of profiled steps."""
+    """The communication hook of profiled steps.
 
-    def __init__(self, ddp: Any, clock: Clock, count: int) -> None:
-        self._clock, self._count = clock, count
-        self._send = _sender(ddp)
+    Attributes:
+        times: when each bucket of the last backward was complete.
+        sent: when all were back.
+    """
+
+    def __init__(self, ddp: Any, device: torch.device, count: int) -> None:
+        self._device, self._count = device, count
+        # the module's own hook, or what the reducer does without any
+        self._hook, self._state = (ddp._comm_hooks or [(allreduce_hook, ddp.process_group)])[-1]
         self._kept: list[tuple[Any, Future[Any]]] = []
         self.times: list[Any] = []
+        self.sent: Any = None
 
     def __call__(self, _: object, bucket: Any) -> Future[Any]:
-        if not self._kept:
-            self.times = []
-        self.times.append(self._clock.now())
-        future: Future[Any] = Future()
+        """Keep a bucket, or after the last one send all; an error of sending is raised here."""
+        if bucket.index() == 0:
+            self._kept, self.times = [], []  # an earlier backward may have failed
+        self.times.append(now(self._device))
+        future: Future[Any] = Future(devices=[self._device] if self._device.type == "cuda" else None)
         self._kept.append((bucket, future))
         if len(self._kept) == self._count:
-            kept, self._kept = self._kept, []
-            for held, waiting in kept:
-                self._send(held).then(lambda sent, waiting=waiting: waiting.set_result(sent.value()))
+            sending = [self._hook(self._state, held) for held, _ in self._kept]
+            received = [each.wait() for each in sending]
+            self.sent = now(self._device)
+            for (_, waiting), value in zip(self._kept, received, strict=True):
+                waiting.set_result(value)
         return future
-
-
-def _sender(ddp: Any) -> Callable[[Any], Future[Any]]:
-    if ddp._comm_hooks:
-        hook, state = ddp._comm_hooks[-1]
-        return lambda bucket: hook(state, bucket)
-    group, size = ddp.process_group, dist.get_world_size(ddp.process_group)
-
-    def average(bucket: Any) -> Future[Any]:
-        buffer = bucket.buffer().div_(size)
-        future: Future[Any] = dist.all_reduce(buffer, group=group, async_op=True).get_future()
-        return future.then(lambda done: done.value()[0])
-
-    return average
-
-
-@contextlib.contextmanager
-def holding(ddp: DistributedDataParallel, specs: Sequence[ParamSpec], clock: Clock) -> Iterator[Hold]:
-    """Inside this block every synchronized backward notes when its gradients are complete, and sends them last.
-
-    Args:
-        ddp: the module, between two iterations.
-        specs: its parameters in ready order.
-        clock: of its device.
-
-    Yields:
-        The hook, whose `times` are those of the last backward.
-    """
-    install(ddp, one_each(specs))
-    hold = Hold(ddp, clock, len(specs))
-    _c10d._register_comm_hook(ddp.reducer, None, hold)
-    yield hold
-
-
-def profiled(
-    ddp: Any, specs: Sequence[ParamSpec], steps: int, step: "Step", strategy: str, device: torch.device
-) -> Profile:
-    """Profile some steps of a module.
-
-    Args:
-        ddp: the DDP module.
-        specs: its parameters in ready order.
-        steps: how many to measure, after one that is not.
-        step: runs the parts of a step.
-        strategy: how the module is compiled.
-        device: of the module.
-
-    Returns:
-        The profile of this rank: medians over the steps.
-    """
-    clock = Clock(device)
-    ready, parts = [], []
-    with holding(ddp, specs, clock) as hold:
-        for number in range(steps + 1):
-            dist.barrier(ddp.process_group)
-            begin = clock.now()
-            loss = step.forward()
-            between = clock.now()
-            step.backward(loss)
-            end = clock.now()
-            step.update()
-            last = clock.now()
-            if number:
-                ready.append([clock.between(between, at) for at in hold.times])
-                sent = clock.between(hold.times[-1], end)
-                parts.append((clock.between(begin, between), ready[-1][-1], clock.between(end, last), sent))
-    columns = [median(column) for column in zip(*parts, strict=True)]
-    times = [median(column) for column in zip(*ready, strict=True)]
-    gradients = tuple(Gradient(spec, at) for spec, at in zip(specs, times, strict=True))
-    return Profile(
-        gradients, columns[0], columns[1], columns[2], strategy, dist.get_world_size(ddp.process_group), conditions()
-    )
-
-
-class Step:
-    """The parts of a training step."""
-
-    def __init__(self, forward: Callable[[], Any], backward: Callable[[Any], None], update: Callable[[], None]):
-        self.forward, self.backward, self.update = forward, backward, update

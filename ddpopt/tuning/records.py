@@ -8,17 +8,52 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 
+from ddpopt.ddp.agreement import agree
+from ddpopt.ddp.deferral import LONGEST_WAIT
 from ddpopt.errors import UsageError
 from ddpopt.planning.bucket_rule import ParamSpec
 
-Record = TypeVar("Record", "Profile", "Link")
 FORMAT = 1
+SHOWN_PARAMETERS = 3
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What is stored as a JSON object with a mark of its kind and format."""
+
+    def to_json(self) -> str:
+        """This as JSON text; `from_json` returns an equal one."""
+        return json.dumps({f"ddpopt_{type(self).__name__.lower()}": FORMAT, **asdict(self)}, indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Read what `to_json` wrote, or what ``ddpopt tune --json`` wrote with it.
+
+        Raises:
+            UsageError: `text` is not such a document.
+        """
+        kind = cls.__name__.lower()
+        try:
+            row = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise UsageError(f"expected a {kind} in JSON, got something else: {error}") from error
+        row = row.get(kind, row) if isinstance(row, dict) else {}
+        row = row if isinstance(row, dict) else {}
+        names = {f"ddpopt_{kind}", *(field.name for field in fields(cls))}
+        if row.get(f"ddpopt_{kind}") != FORMAT or row.keys() != names:
+            wrong = ", ".join(sorted(row.keys() ^ names)) or f"another format than {FORMAT}"
+            raise UsageError(
+                f"expected a {kind} that ddpopt wrote, found missing or unknown: {wrong}; measure it again"
+            )
+        del row[f"ddpopt_{kind}"]
+        return cls(**row)
 
 
 @dataclass(frozen=True)
@@ -35,7 +70,7 @@ class Gradient:
 
 
 @dataclass(frozen=True)
-class Profile:
+class Profile(Stored):
     """How long the parts of a training step take while nothing is sent.
 
     Attributes:
@@ -56,30 +91,65 @@ class Profile:
     world_size: int
     measured: Mapping[str, str]
 
-    def to_json(self) -> str:
-        """The profile as JSON text; `from_json` returns an equal profile."""
-        return _text("profile", self)
-
     @classmethod
     def from_json(cls, text: str) -> Profile:
-        """Read a profile that `to_json` wrote.
+        """Read what `to_json` wrote, or what ``ddpopt tune --json`` wrote with it.
 
         Raises:
             UsageError: `text` is not such a document.
         """
-        row = _row(cls, "profile", text)
+        found: Any = super().from_json(text)
         try:
-            rows = [(ParamSpec(**each["spec"]), each["ready_s"]) for each in row["gradients"]]
+            rows = [Gradient(ParamSpec(**each["spec"]), each["ready_s"]) for each in found.gradients]
         except (KeyError, TypeError) as error:
-            raise UsageError(f"a profile: a gradient is malformed: {error!r}; write the file again") from error
-        return cls(**{**row, "gradients": tuple(Gradient(*each) for each in rows)})
+            raise UsageError(
+                f"a gradient of the profile is malformed: {error!r}; measure it again"
+            ) from error
+        profile: Profile = replace(found, gradients=tuple(rows))
+        return profile
+
+    def require_fit(self, specs: Iterable[ParamSpec], world_size: int) -> None:
+        """Check that this is a profile of a model, for a number of ranks and this release of torch.
+
+        Args:
+            specs: the model's parameters, in any order.
+            world_size: number of ranks.
+
+        Raises:
+            UsageError: it is not; the message has each difference.
+        """
+        own = {gradient.spec.name: _size(gradient.spec) for gradient in self.gradients}
+        other = {spec.name: _size(spec) for spec in specs}
+        wrong = [name for name in {**own, **other} if own.get(name) != other.get(name)]
+        found: dict[str, tuple[str | None, str | None]] = {}
+        found["torch"] = (self.measured.get("torch"), str(torch.__version__))
+        found["number of ranks"] = str(self.world_size), str(world_size)
+        found |= {
+            f"parameter {name!r}": (own.get(name), other.get(name)) for name in wrong[:SHOWN_PARAMETERS]
+        }
+        lines = [f"  - {what}: {then}, here {here}" for what, (then, here) in found.items() if then != here]
+        if lines:
+            more = [f"  - and {len(wrong) - SHOWN_PARAMETERS} more parameters"] * (
+                len(wrong) > SHOWN_PARAMETERS
+            )
+            raise UsageError(
+                "\n".join(["the profile is of something else:", *lines, *more, "Measure it again."])
+            )
+
+    def slowest(self, group: dist.ProcessGroup) -> Profile:
+        """The profile with the longest times of all ranks, equal on all ranks; each must call it."""
+        by_name = {gradient.spec.name: gradient for gradient in self.gradients}
+        names = sorted(by_name)  # two ranks may have seen the gradients in different orders
+        own = self.forward_s, self.backward_s, self.update_s, *(by_name[name].ready_s for name in names)
+        forward, backward, update, *ready = largest(group, own)
+        gradients = (Gradient(by_name[name].spec, at) for name, at in zip(names, ready, strict=True))
+        found = replace(self, gradients=tuple(order_of(gradients)), forward_s=forward)
+        return replace(found, backward_s=backward, update_s=update)
 
 
 @dataclass(frozen=True)
-class Link:
-    """The cost of all-reduces on a process group: a stream of `n` buckets takes
-
-    ``drain_s + n * latency_s + nbytes * seconds_per_byte``.
+class Link(Stored):
+    """The cost of `n` buckets in a stream: ``drain_s + n * latency_s + nbytes * seconds_per_byte``.
 
     Attributes:
         latency_s: cost of one more all-reduce, in seconds.
@@ -105,52 +175,35 @@ class Link:
         """How long one bucket of this size occupies the link, in seconds."""
         return self.latency_s + nbytes * self.seconds_per_byte
 
-    def to_json(self) -> str:
-        """The link as JSON text; `from_json` returns an equal link."""
-        return _text("link", self)
-
-    @classmethod
-    def from_json(cls, text: str) -> Link:
-        """Read a link that `to_json` wrote.
-
-        Raises:
-            UsageError: `text` is not such a document.
-        """
-        return cls(**_row(cls, "link", text))
+    def __str__(self) -> str:
+        each, mebibyte = (
+            f"{seconds * 1000:.2f} ms" for seconds in (self.latency_s, 2**20 * self.seconds_per_byte)
+        )
+        where = f"{self.backend}, {self.world_size} ranks"
+        return f"link: {where}, {each} a bucket, {mebibyte} a MiB, {self.residual:.0%} off at most"
 
 
 def conditions() -> dict[str, str]:
     """The hardware and the versions of this process, by name."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor()
-    return {
-        "torch": str(torch.__version__),
-        "python": platform.python_version(),
-        "host": platform.node(),
-        "device": device or platform.machine(),
-        "threads": str(torch.get_num_threads()),
-    }
+    versions = {"torch": str(torch.__version__), "python": platform.python_version(), "host": platform.node()}
+    return {**versions, "device": device or platform.machine(), "threads": str(torch.get_num_threads())}
 
 
-def _text(kind: str, record: Profile | Link) -> str:
-    return json.dumps({f"ddpopt_{kind}": FORMAT, **asdict(record)}, indent=2)
+def _size(spec: ParamSpec) -> str:
+    return f"{spec.nbytes} bytes of {spec.dtype}"
 
 
-def _row(cls: type[Any], kind: str, text: str) -> dict[str, Any]:
-    try:
-        row = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise UsageError(f"expected a {kind} as {cls.__name__}.to_json() writes it; not JSON: {error}") from error
-    found = row.get(f"ddpopt_{kind}") if isinstance(row, dict) else type(row).__name__
-    if found != FORMAT:
-        raise UsageError(f"expected a JSON object with ddpopt_{kind}={FORMAT}, found {found!r}")
-    del row[f"ddpopt_{kind}"]
-    names = {field.name for field in fields(cls)}
-    if row.keys() != names:
-        wrong = ", ".join(sorted(row.keys() ^ names))
-        raise UsageError(f"a {kind}: missing or unknown entries: {wrong}; write the file again")
-    return row
+def largest(group: dist.ProcessGroup, values: Sequence[float]) -> list[float]:
+    """Of each value the largest of all ranks; each must call this with as many.
+
+    Raises:
+        InfrastructureError: a rank did not answer in time.
+    """
+    texts = agree(group, "ddpopt: times of all ranks", json.dumps([*values]), LONGEST_WAIT)
+    return [max(each) for each in zip(*map(json.loads, texts), strict=True)]
 
 
-def order_of(gradients: Sequence[Gradient]) -> list[Gradient]:
+def order_of(gradients: Iterable[Gradient]) -> list[Gradient]:
     """Gradients in the order in which they are complete; equal times keep the order given."""
     return sorted(gradients, key=lambda gradient: gradient.ready_s)

@@ -28,7 +28,7 @@ class Sent:
     Attributes:
         index: of the bucket.
         nbytes: its size in bytes.
-        ready_s: when its last gradient is complete; this and the other times are in seconds after the step began.
+        ready_s: when its last gradient is complete, in seconds after the step began, as all other times.
         sent_s: when its all-reduce starts.
         back_s: when its all-reduce ends.
     """
@@ -112,7 +112,7 @@ def timeline(sizes: Sequence[int], done: Sequence[float], profile: Profile, link
 
 
 def _delayed(computed: float, start: float, end: float, work: float) -> float:
-    """When computation ends that would end at `computed`, if sending from `start` to `end` takes `work` from it."""
+    """When computation ends, not at `computed`, if sending from `start` to `end` takes `work` from it."""
     if computed <= start or end <= start:
         return computed
     slowed = min(work / (end - start), 0.99)
