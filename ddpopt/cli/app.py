@@ -171,9 +171,8 @@ def tune(  # noqa: PLR0913  # one for each option of the command line
 
     strategy = named(mode, STRATEGIES, "--mode")
     stored = None if link is None else Link.from_json(read("--link", link))
-    _measure(
-        nproc, device, timeout, json, tuned_on, _case(target, ddp), strategy, backend_of(backend), stored
-    )
+    task = tuned_on, _case(target, ddp), (strategy, backend_of(backend)), stored
+    _measure(nproc, device, timeout, json, *task)
 
 
 @app.command(cls=_Command, short_help="Measure what an all-reduce costs.")
@@ -195,7 +194,6 @@ def _measure(nproc: int, device: str | None, timeout_s: float, json: str | None,
     from ddpopt.judge.runner import is_first
     from ddpopt.tuning.comparing import on_ranks
 
-    given.require_positive(nproc=nproc)
     with status_line("starting ranks") as show_line:
         found = on_ranks(*task, nproc=nproc, device=device, limit_s=timeout_s, on_event=show_line)
     if is_first():
@@ -318,7 +316,6 @@ def fuzz(  # noqa: PLR0913  # one for each option of the command line
     """
     from ddpopt.cli import fuzzing
 
-    given.require_positive(nproc=nproc)
     plan = fuzzing.planned(seed, mode, backend, nproc, without)
     raise typer.Exit(fuzzing.fuzz(plan, minutes, examples, timeout, out, json))
 

@@ -37,6 +37,7 @@ CAPS = ("bucket_cap_mb", "bucket_cap_mb_list")
 WARM_UP, PROFILED, TURNS, A_TURN = 3, 8, 4, 5
 """Steps of a plan that are not measured, profiled steps, turns of each plan, and measured steps in a turn."""
 Value = TypeVar("Value")
+How = tuple[Any, Any]
 
 
 @dataclass(frozen=True)
@@ -112,18 +113,19 @@ def link_on(ranks: Ranks) -> Link:
     return measure_link(dist.group.WORLD, ranks.device)
 
 
-def tuned_on(ranks: Ranks, case: Case, strategy: Any, backend: Any, link: Link | None) -> Tuned:
+def tuned_on(ranks: Ranks, case: Case, how: How, link: Link | None, caps: Sequence[float] = ()) -> Tuned:
     """Profile, tune and compare, a task for all ranks.
 
     Args:
         ranks: the ranks.
         case: what they train.
-        strategy: ``"inline"``, ``"split"``, or ``"eager"`` to compile nothing.
-        backend: the Dynamo backend.
+        how: the strategy, ``"inline"``, ``"split"``, or ``"eager"`` to compile nothing, and the backend.
         link: a stored link; None to measure it.
+        caps: more values of ``bucket_cap_mb`` to compare with.
     """
     ranks.emit("compiling")
-    trainee = _Trainee(ranks, case, strategy, backend)
+    strategy, _ = how
+    trainee = _Trainee(ranks, case, *how)
     watch, kwargs, split = trainee.watch, case.ddp_kwargs, strategy == "split"
     trainee.run(watch.steps(WARM_UP))
     order, own = watch.ready_order(), specs_from_ddp(watch.ddp)
@@ -132,8 +134,11 @@ def tuned_on(ranks: Ranks, case: Case, strategy: Any, backend: Any, link: Link |
     profile = trainee.run(watch.profiled(order, PROFILED, strategy)).slowest(watch.ddp.process_group)
     ranks.emit("measuring all-reduces")
     link = link or measure_link(watch.ddp.process_group, ranks.device)
-    plans = {"DDP's default": _by_rule(order, own, {k: v for k, v in kwargs.items() if k not in CAPS})}
-    plans |= {f"{cap}={kwargs[cap]}": _by_rule(order, own, kwargs) for cap in CAPS if cap in kwargs}
+    plain = {key: value for key, value in kwargs.items() if key not in CAPS}
+    own_cap = ", ".join(f"{cap}={kwargs[cap]}" for cap in CAPS if cap in kwargs)
+    rules = {"DDP's default": plain, **({own_cap: kwargs} if own_cap else {})}
+    rules |= {f"{CAPS[0]}={cap}": {**plain, CAPS[0]: cap} for cap in caps}
+    plans = {name: _by_rule(order, own, rule) for name, rule in rules.items()}
     plans["tuned"] = tune(profile, link)
     measured: dict[str, list[float]] = {name: [] for name in plans}
     turns = 1 if split else TURNS

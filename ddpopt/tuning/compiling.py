@@ -126,8 +126,12 @@ def _tune_in_training(module: Any, ddp: Any, strategy: Strategy) -> None:
     course = _tuned(watch, strategy)
 
     def begin() -> None:
-        if next(course, "over") == "over":
+        try:
+            next(course)
+        except (StopIteration, UsageError) as ended:
             module.forward = forward
+            if isinstance(ended, UsageError):
+                logger.info("ddpopt: nothing is tuned: %s", ended)
 
     module.forward = watch.watched(forward, begin)
 
@@ -152,8 +156,8 @@ def _tuned(watch: Watch, strategy: Strategy) -> Course[None]:
         return
     sizes, former_sizes = (_sizes(each) for each in (plan, former))
     expected = f"a step is expected to take {_ms(now_s)}, with the former ones {_ms(was_s)}"
-    logger.info("ddpopt: tuned to %s, from %s; %s", sizes, former_sizes, expected)
     impose(ddp, plan)
+    logger.info("ddpopt: tuned to %s, from %s; %s", sizes, former_sizes, expected)
     yield from watch.steps(WARM_UP)
     after = yield from watch.steps(MEASURED)
     was_s, noise_s, now_s, other_noise_s = largest(group, [*_centre(before), *_centre(after)])

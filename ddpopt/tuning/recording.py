@@ -11,6 +11,7 @@ others, and no communication disturbs the computation that is measured.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -33,6 +34,7 @@ from ddpopt.tuning.records import Gradient, Profile, conditions
 
 _c10d: Any = dist  # torch does not mark its re-exports
 Value = TypeVar("Value")
+TRIES = 10
 Course = Generator[None, None, Value]
 
 
@@ -107,12 +109,12 @@ class Watch:
         return [between(*pair) for pair in itertools.pairwise(points)]
 
     def settled(self) -> Course[None]:
-        """Let steps run until the buckets may change."""
-        while True:
-            try:
+        """Let steps run until the buckets may change; raises UsageError where they never may."""
+        for _ in range(TRIES):
+            with contextlib.suppress(UsageError):  # the user runs two forwards before one backward
                 return require_between_iterations(self.ddp)
-            except UsageError:  # the user runs two forwards before one backward
-                yield
+            yield
+        require_between_iterations(self.ddp)
 
     def ready_order(self) -> list[ParamSpec]:
         """The parameters in the order in which their gradients were complete in the last backward."""
@@ -138,11 +140,9 @@ class Watch:
             begin = now(self.device)
             yield
             points.append((begin, self._forward, hold.sent, now(self.device), hold.times))
-        rows = [
-            (between(begin, forward), between(sent, end), *(between(forward, at) for at in times))
-            for begin, forward, sent, end, times in points
-        ]
-        forward_s, update_s, *ready = (median(column) for column in zip(*rows, strict=True))
+        rows = ([(a, b), (c, d), *((b, at) for at in times)] for a, b, c, d, times in points)
+        columns = zip(*([between(*pair) for pair in row] for row in rows), strict=True)
+        forward_s, update_s, *ready = map(median, columns)
         gradients = tuple(Gradient(spec, at) for spec, at in zip(order, ready, strict=True))
         size = dist.get_world_size(self.ddp.process_group)
         return Profile(gradients, forward_s, ready[-1], update_s, strategy, size, conditions())

@@ -21,7 +21,7 @@ from ddpopt.errors import UsageError
 from ddpopt.planning.bucket_rule import ParamSpec
 
 FORMAT = 1
-SHOWN_PARAMETERS = 3
+SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Stored:
         if row.get(f"ddpopt_{kind}") != FORMAT or row.keys() != names:
             wrong = ", ".join(sorted(row.keys() ^ names)) or f"another format than {FORMAT}"
             raise UsageError(
-                f"expected a {kind} that ddpopt wrote, found missing or unknown: {wrong}; measure it again"
+                f"expected a {kind} that ddpopt wrote; missing or unknown: {wrong}. Measure it again"
             )
         del row[f"ddpopt_{kind}"]
         return cls(**row)
@@ -103,7 +103,7 @@ class Profile(Stored):
             rows = [Gradient(ParamSpec(**each["spec"]), each["ready_s"]) for each in found.gradients]
         except (KeyError, TypeError) as error:
             raise UsageError(
-                f"a gradient of the profile is malformed: {error!r}; measure it again"
+                f"a gradient of the profile is malformed: {error!r}. Measure it again"
             ) from error
         profile: Profile = replace(found, gradients=tuple(rows))
         return profile
@@ -120,21 +120,13 @@ class Profile(Stored):
         """
         own = {gradient.spec.name: _size(gradient.spec) for gradient in self.gradients}
         other = {spec.name: _size(spec) for spec in specs}
-        wrong = [name for name in {**own, **other} if own.get(name) != other.get(name)]
-        found: dict[str, tuple[str | None, str | None]] = {}
-        found["torch"] = (self.measured.get("torch"), str(torch.__version__))
-        found["number of ranks"] = str(self.world_size), str(world_size)
-        found |= {
-            f"parameter {name!r}": (own.get(name), other.get(name)) for name in wrong[:SHOWN_PARAMETERS]
-        }
-        lines = [f"  - {what}: {then}, here {here}" for what, (then, here) in found.items() if then != here]
+        pairs = {"torch": (self.measured.get("torch"), str(torch.__version__))}
+        pairs["number of ranks"] = str(self.world_size), str(world_size)
+        pairs |= {f"parameter {n!r}": (own.get(n, "none"), other.get(n, "none")) for n in {**own, **other}}
+        lines = [f"  - {what}: {then}, here {here}" for what, (then, here) in pairs.items() if then != here]
         if lines:
-            more = [f"  - and {len(wrong) - SHOWN_PARAMETERS} more parameters"] * (
-                len(wrong) > SHOWN_PARAMETERS
-            )
-            raise UsageError(
-                "\n".join(["the profile is of something else:", *lines, *more, "Measure it again."])
-            )
+            more = f"  - and {len(lines) - SHOWN} more" if len(lines) > SHOWN else "Measure it again."
+            raise UsageError("\n".join(["the profile is of something else:", *lines[:SHOWN], more]))
 
     def slowest(self, group: dist.ProcessGroup) -> Profile:
         """The profile with the longest times of all ranks, equal on all ranks; each must call it."""
@@ -176,9 +168,7 @@ class Link(Stored):
         return self.latency_s + nbytes * self.seconds_per_byte
 
     def __str__(self) -> str:
-        each, mebibyte = (
-            f"{seconds * 1000:.2f} ms" for seconds in (self.latency_s, 2**20 * self.seconds_per_byte)
-        )
+        each, mebibyte = (f"{s * 1000:.2f} ms" for s in (self.latency_s, 2**20 * self.seconds_per_byte))
         where = f"{self.backend}, {self.world_size} ranks"
         return f"link: {where}, {each} a bucket, {mebibyte} a MiB, {self.residual:.0%} off at most"
 

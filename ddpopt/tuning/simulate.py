@@ -82,10 +82,8 @@ def simulate(plan: Plan, profile: Profile, link: Link) -> Timeline:
     planned = [name for bucket in plan.buckets for name in bucket.params]
     if sorted(planned) != sorted(ready):
         wrong = sorted(set(planned) ^ set(ready)) or sorted({n for n in planned if planned.count(n) > 1})
-        raise UsageError(
-            f"simulate: the plan and the profile differ in {len(wrong)} parameters, such as {wrong[0]!r}; "
-            "profile the model that the plan is for"
-        )
+        differ = f"the plan and the profile differ in {len(wrong)} parameters, such as {wrong[0]!r}"
+        raise UsageError(f"simulate: {differ}; profile the model that the plan is for")
     sizes = [bucket.nbytes for bucket in plan.buckets]
     done = [max(ready[name] for name in bucket.params) for bucket in plan.buckets]
     return timeline(sizes, done, profile, link)
@@ -106,9 +104,8 @@ def timeline(sizes: Sequence[int], done: Sequence[float], profile: Profile, link
         found.append(Sent(index, nbytes, begin + ready, begin + start, begin + free))
         before += nbytes
     reduced = max(computed, free + link.drain_s if sizes else 0.0)
-    return Timeline(
-        tuple(found), begin, begin + computed, begin + reduced, begin + reduced + profile.update_s
-    )
+    ends = begin + computed, begin + reduced, begin + reduced + profile.update_s
+    return Timeline(tuple(found), begin, *ends)
 
 
 def _delayed(computed: float, start: float, end: float, work: float) -> float:

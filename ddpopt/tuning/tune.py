@@ -64,7 +64,7 @@ def partition(gradients: Sequence[Gradient], link: Link, most_bytes: float | Non
     most, size = math.inf if most_bytes is None else most_bytes, 1
     while _steps(units := _units(gradients, most, size)) > MOST_STEPS:
         size *= 2
-    return _BestBuckets(units, link, most).buckets()
+    return _BestBuckets(units, link, most).buckets() if units else []
 
 
 def _kind(unit: Unit) -> tuple[str, str, str]:
@@ -108,12 +108,12 @@ class _BestBuckets:
         self.sums = [torch.tensor(each, dtype=torch.float64) for each in sizes]
         self.shape = [len(own) + 1 for own in self.own]
         # for each unit, how many units of each class precede it
-        self.before = [
-            [self.axis[:place].count(axis) for axis in range(len(kinds))] for place in range(len(units))
-        ]
+        ones = torch.nn.functional.one_hot(torch.tensor(self.axis), len(kinds))
+        self.before: list[list[int]] = (ones.cumsum(0) - ones).tolist()
         self.sent = torch.zeros(self.shape, dtype=torch.float64)
         for axis, sums in enumerate(self.sums):
             self.sent += self._along(axis, sums)
+        self.delays = self.sent * link.processor_s_per_byte
 
     def buckets(self) -> list[Unit]:
         """The best partition."""
@@ -134,7 +134,7 @@ class _BestBuckets:
         free[(0,) * len(self.shape)] = 0.0
         for place, unit in enumerate(self.units):
             earlier, here, nbytes = self._around(place)
-            started = torch.maximum(free[earlier], self._complete(unit, earlier))
+            started = torch.maximum(free[earlier], unit[-1].ready_s + self.delays[earlier])
             ended = started + self.link.latency_s + nbytes * self.link.seconds_per_byte
             free[here] = ended.amin(self.axis[place])
         return free
@@ -144,13 +144,13 @@ class _BestBuckets:
         many = len(self.units) + 1.0
         count = torch.full(self.shape, many, dtype=torch.float64)
         count[(-1,) * len(self.shape)] = 0.0
-        following = torch.full(self.shape, -1)
+        following, total = torch.full(self.shape, -1), self.sent.max()
         for place in reversed(range(len(self.units))):
             axis = self.axis[place]
             earlier, here, nbytes = self._around(place)
             more = count[here].unsqueeze(axis) + 1
-            rest = (self.sent.max() - self.sent[here].unsqueeze(axis) + nbytes) * self.link.seconds_per_byte
-            ended = self._complete(self.units[place], earlier) + more * self.link.latency_s + rest
+            rest = (total - self.sent[here].unsqueeze(axis) + nbytes) * self.link.seconds_per_byte
+            ended = self.units[place][-1].ready_s + self.delays[earlier] + more * self.link.latency_s + rest
             more = more.expand_as(ended).where(ended <= end, many)
             better = more < count[earlier]
             count[earlier] = more.where(better, count[earlier])
@@ -164,12 +164,9 @@ class _BestBuckets:
         earlier: Place = tuple(slice(0, count + 1) for count in before)
         here: Place = (*earlier[:axis], to + 1, *earlier[axis + 1 :])
         nbytes = self.sums[axis][to + 1] - self.sums[axis][: to + 1]
-        nbytes[:-1] = nbytes[:-1].where(nbytes[:-1] <= self.most, float("inf"))
+        if self.most < math.inf:
+            nbytes[:-1] = nbytes[:-1].where(nbytes[:-1] <= self.most, math.inf)
         return earlier, here, self._along(axis, nbytes)
 
     def _along(self, axis: int, values: Tensor) -> Tensor:
         return values.reshape([-1 if other == axis else 1 for other in range(len(self.own))])
-
-    def _complete(self, unit: Unit, earlier: Place) -> Tensor:
-        """When a bucket that ends with this unit is complete, by what was sent before it."""
-        return unit[-1].ready_s + self.sent[earlier] * self.link.processor_s_per_byte

@@ -1,0 +1,127 @@
+"""Tuning on several ranks: eager DDP's gradients in every step, and one plan on all ranks."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+import ddpopt
+from ddpopt.cases.case import Case
+from ddpopt.ddp.impose import imposed_plan
+from ddpopt.planning.model_graphs import specs_by_id
+from ddpopt.planning.plan import Plan
+from ddpopt.ranks.group import Ranks
+from ddpopt.tuning import compiling
+from ddpopt.tuning.comparing import tuned_on
+from ddpopt.tuning.recording import one_each
+from ddpopt.tuning.records import Gradient, Link, Profile
+from ddpopt.tuning.tune import tune
+from tests.multigpu.models import arbitrary_plan
+from tests.multigpu.test_impose import raised, wanted_of, watch
+from tests.multigpu.training import SETTINGS, Buckets, alike, build, train
+
+LINK = Link(1e-4, 1e-9, 0.0, 0.0, 0.0, "gloo", 2, {})
+TUNED = {
+    "default": True,
+    "static graph": False,
+    "unused somewhere": True,
+    "bucket view": False,
+    "one backward": True,
+}
+TUNED["accumulation"] = False  # whether the tuned buckets turn out to be slower
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("name", "slower"), TUNED.items())
+def test_while_a_model_is_tuned_and_after_it_went_back_its_gradients_are_those_of_ddp(
+    ranks: Ranks, name: str, slower: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "ddpopt")
+    times = iter([(2.0, 0.5), (2.6 if slower else 2.4, 0.5)])
+    setting = SETTINGS[name]
+    eager, tuned = (build(setting, ranks) for _ in range(2))
+    if name == "default":
+        for each in (eager, tuned):
+            each.register_comm_hook(None, fp16_compress_hook)
+    order = [*reversed([*specs_by_id(tuned).values()])]
+    chosen: dict[str, Any] = {"WARM_UP": 2, "PROFILED": 2, "MEASURED": 3, "WORTH_IT": float("inf")}
+    chosen |= {"_centre": lambda _: next(times), "tune": lambda *_: one_each(order)}
+    for key, value in chosen.items():
+        monkeypatch.setattr(compiling, key, value)
+    model = ddpopt.compile(tuned, backend="aot_eager", buckets="auto")
+    equal, plans = [], []
+    for _ in range(5):
+        equal.append(alike(ranks, train(model, setting, ranks, []), train(eager, setting, ranks, [])))
+        plans.append(imposed_plan(tuned))
+    said = [message for message in caplog.messages if "tuned" in message]
+    end = "went back to the former buckets" if slower else "the tuned buckets stay"
+    assert equal == [True] * 5
+    assert plans[2] == one_each(order)
+    assert plans[4] == (plans[0] if slower else one_each(order))
+    assert said[0].startswith("ddpopt: tuned to 11 buckets (first 0.00 MiB, last 0.00 MiB), from ")
+    times_ms = "2600.0" if slower else "2400.0"
+    assert said[1:] == [f"ddpopt: {end}: a step took {times_ms} ms with the tuned ones, and 2000.0 ms before"]
+
+
+def test_a_plan_in_a_file_is_imposed_if_each_rank_has_it(ranks: Ranks, tmp_path: Path) -> None:
+    setting = SETTINGS["default"]
+    eager, ddp, other = (build(setting, ranks) for _ in range(3))
+    plan = arbitrary_plan(ddp, 1)
+    file = tmp_path / f"plan{ranks.rank}.json"
+    file.write_text(json.dumps({**json.loads(plan.to_json()), "link": {}}))
+    seen: list[Buckets] = []
+    watch(ddp, seen)
+    model = ddpopt.compile(ddp, backend="aot_eager", plan=file)
+    equal = alike(ranks, train(model, setting, ranks, seen), train(eager, setting, ranks, []))
+    assert (equal, seen) == (True, [wanted_of(plan)] * len(seen))
+    absent = tmp_path / "absent.json"
+    kind, said, _ = raised(lambda: ddpopt.compile(other, plan=absent if ranks.rank == 1 else file))
+    assert kind == ("UsageError" if ranks.rank == 1 else "PlanMismatchError")
+    assert "plan: cannot read" in said
+    assert imposed_plan(other) is None
+
+
+def test_ranks_whose_profiles_differ_choose_one_plan(ranks: Ranks) -> None:
+    specs = [*specs_by_id(build(SETTINGS["default"], ranks)).values()]
+    own = specs[ranks.rank :] + specs[: ranks.rank]
+    gradients = tuple(Gradient(spec, (1 + ranks.rank) * place * 1e-4) for place, spec in enumerate(own))
+    profile = Profile(gradients, 0.1 * ranks.rank, 1e-3, 0.0, "eager", ranks.size, {})
+    assert dist.group.WORLD is not None
+    agreed = profile.slowest(dist.group.WORLD)
+    plans = ranks.gather((agreed, tune(agreed, LINK)))
+    assert plans == [plans[0]] * ranks.size
+    assert (agreed.forward_s, agreed.gradients[-1].ready_s) == (
+        0.1 * (ranks.size - 1),
+        ranks.size * 1e-4 * (len(own) - 1),
+    )
+
+
+def case() -> Case:
+    layers = [nn.Linear(8, 8) for _ in range(3)]
+    return Case(
+        "small",
+        lambda: nn.Sequential(*layers),
+        lambda *_: ((torch.ones(2, 8),), {}),
+        "",
+        ddp_kwargs={"bucket_cap_mb": 0},
+    )
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("strategy", ["inline", "split", "eager"])
+def test_what_is_found_is_a_table_and_a_file_to_use_again(ranks: Ranks, strategy: str) -> None:
+    tuned = tuned_on(ranks, case(), (strategy, "aot_eager"), LINK if strategy == "split" else None)
+    text = tuned.to_json()
+    assert Plan.from_json(text) == tuned.rows[-1].plan
+    assert (Profile.from_json(text), Link.from_json(text)) == (tuned.profile, tuned.link)
+    assert [row.name for row in tuned.rows] == ["DDP's default", "bucket_cap_mb=0", "tuned"]
+    assert [len(row.plan.buckets) for row in tuned.rows][:2] == [1, 6]
+    assert ranks.gather(text) == [text] * ranks.size
+    assert tuned.rows[-1].predicted.step_s <= min(row.predicted.step_s for row in tuned.rows)
+    assert [line[:24].strip() for line in str(tuned).splitlines()[4:]] == [row.name for row in tuned.rows]
