@@ -46,14 +46,17 @@ def measure_link(group: Any, device: torch.device) -> Link:
     *seconds, processor = largest(group, [*own, _processor_s_per_byte(group, device)])
     rows = [(count, count * size, each) for (count, size), each in zip(streams, seconds, strict=True)]
     drain, latency, per_byte = fitted(rows)
-    residual = max(abs(drain + count * latency + nbytes * per_byte - s) / s for count, nbytes, s in rows)
+    residual = median(abs(drain + count * latency + nbytes * per_byte - s) / s for count, nbytes, s in rows)
     processor = min(processor, per_byte)  # more is noise: sending takes no more than the whole processor
     size, backend = dist.get_world_size(group), str(dist.get_backend(group))
     return Link(latency, per_byte, drain, processor, residual, backend, size, conditions())
 
 
 def fitted(rows: Sequence[tuple[int, int, float]]) -> tuple[float, float, float]:
-    """Fit ``drain + count * latency + nbytes * per_byte``, by least squares of relative differences.
+    """Fit ``drain + count * latency + nbytes * per_byte``, by least squares.
+
+    The square of a difference counts in proportion to one over the seconds: longer streams count more, but
+    not so much more that they alone count.
 
     Args:
         rows: all-reduces, bytes and seconds of each stream.
@@ -62,10 +65,10 @@ def fitted(rows: Sequence[tuple[int, int, float]]) -> tuple[float, float, float]
         Drain and latency in seconds, and seconds per byte; none is negative.
     """
     columns = torch.tensor([[1.0, count, nbytes] for count, nbytes, _ in rows], dtype=torch.float64)
-    weighted = columns / torch.tensor([[s] for _, _, s in rows], dtype=torch.float64)
-    kept, ones = [0, 1, 2], torch.ones(len(rows), 1, dtype=torch.float64)
+    roots = torch.tensor([[s] for _, _, s in rows], dtype=torch.float64).sqrt()
+    kept, weighted = [0, 1, 2], columns / roots
     while True:
-        found = torch.linalg.lstsq(weighted[:, kept], ones, driver="gelsd").solution[:, 0].tolist()
+        found = torch.linalg.lstsq(weighted[:, kept], roots, driver="gelsd").solution[:, 0].tolist()
         if min(found) >= 0:
             drain, latency, per_byte = (dict(zip(kept, found, strict=True)).get(i, 0.0) for i in range(3))
             return drain, latency, per_byte
@@ -74,40 +77,50 @@ def fitted(rows: Sequence[tuple[int, int, float]]) -> tuple[float, float, float]
 
 def _stream_s(group: Any, device: torch.device, count: int, nbytes: int) -> float:
     buffers = [torch.zeros(nbytes // 4, device=device) for _ in range(count)]
-    _send(group, buffers)
-    return _median_s(group, device, lambda: _send(group, buffers))
+    times = [_once_s(group, device, lambda: _wait(_sent(group, buffers))) for _ in range(REPEATS + 1)]
+    return median(times[1:])
 
 
-def _send(group: Any, buffers: Sequence[Tensor], meanwhile: Callable[[], None] = lambda: None) -> None:
-    works = [dist.all_reduce(buffer, group=group, async_op=True) for buffer in buffers]
-    meanwhile()
+def _sent(group: Any, buffers: Sequence[Tensor]) -> list[Any]:
+    return [dist.all_reduce(buffer, group=group, async_op=True) for buffer in buffers]
+
+
+def _wait(works: Sequence[Any]) -> None:
     for work in works:
         work.wait()
 
 
 def _processor_s_per_byte(group: Any, device: torch.device) -> float:
-    """How much longer a fixed computation takes next to a stream, per byte of the stream."""
+    """How much longer a fixed computation takes next to a stream, per byte of the stream.
+
+    With and without a stream in turns; the fastest of each count, because other load only adds time.
+    """
     matrix = torch.ones(COMPUTE_SIZE, COMPUTE_SIZE, device=device)
-    buffers = [torch.zeros(1 << 18, device=device) for _ in range(8)]
+    buffers, works = [torch.zeros(1 << 18, device=device) for _ in range(8)], list[Any]()
 
     def compute(times: int = 50) -> None:
         for _ in range(times):
             torch.mm(matrix, matrix)
 
-    sending_s = _median_s(group, device, lambda: _send(group, buffers))
-    # the computation lasts longer than the stream
-    times = int(2 * sending_s / (_median_s(group, device, compute) / 50)) + 1
-    alone = _median_s(group, device, lambda: compute(times))
-    together = _median_s(group, device, lambda: _send(group, buffers, lambda: compute(times)))
-    return max(0.0, together - alone) / sum(buffer.nbytes for buffer in buffers)
+    def together() -> None:
+        works[:] = _sent(group, buffers)
+        compute(times)
+
+    sending_s = min(_once_s(group, device, lambda: _wait(_sent(group, buffers))) for _ in range(REPEATS))
+    computing_s = min(_once_s(group, device, compute) for _ in range(REPEATS))
+    times = int(1.5 * 50 * sending_s / computing_s) + 1  # the computation lasts longer than the stream
+    found: list[tuple[float, float]] = []
+    for _ in range(2 * REPEATS):
+        found.append((_once_s(group, device, lambda: compute(times)), _once_s(group, device, together)))
+        _wait(works)
+    alone_s, delayed_s = map(min, zip(*found, strict=True))
+    cost_s: float = max(0.0, delayed_s - alone_s) / sum(buffer.nbytes for buffer in buffers)
+    return cost_s
 
 
-def _median_s(group: Any, device: torch.device, call: Callable[[], None]) -> float:
-    """Seconds of a call that all ranks begin together, the median of some."""
-    found = []
-    for _ in range(REPEATS):
-        dist.barrier(group)
-        begin = now(device)
-        call()
-        found.append(between(begin, now(device)))
-    return median(found)
+def _once_s(group: Any, device: torch.device, call: Callable[[], None]) -> float:
+    """Seconds of a call that all ranks begin together."""
+    dist.barrier(group)
+    begin = now(device)
+    call()
+    return between(begin, now(device))

@@ -30,7 +30,7 @@ from ddpopt.errors import UsageError
 from ddpopt.planning.bucket_rule import ParamSpec
 from ddpopt.planning.model_graphs import specs_by_id
 from ddpopt.planning.plan import Bucket, Plan
-from ddpopt.tuning.records import Gradient, Profile, conditions
+from ddpopt.tuning.records import Gradient, Profile, conditions, largest
 
 _c10d: Any = dist  # torch does not mark its re-exports
 Value = TypeVar("Value")
@@ -117,8 +117,12 @@ class Watch:
         require_between_iterations(self.ddp)
 
     def ready_order(self) -> list[ParamSpec]:
-        """The parameters in the order in which their gradients were complete in the last backward."""
-        specs, at = [*specs_by_id(self.ddp).values()], self.ddp.reducer.get_backward_stats()
+        """The parameters in the order in which their gradients were complete in the last backward.
+
+        It is equal on all ranks, whose own orders may differ; each must call this.
+        """
+        specs = [*specs_by_id(self.ddp).values()]
+        at = largest(self.ddp.process_group, self.ddp.reducer.get_backward_stats())
         return [specs[place] for place in sorted(range(len(specs)), key=at.__getitem__)]
 
     def profiled(self, order: Sequence[ParamSpec], steps: int, strategy: str) -> Course[Profile]:
@@ -135,11 +139,12 @@ class Watch:
         yield from self.settled()
         hold = self._holding(order)
         yield
-        points = []
-        for _ in range(steps):
-            begin = now(self.device)
+        points: list[tuple[Any, ...]] = []
+        while len(points) < steps:
+            hold.kept, hold.times, begin = [], [], now(self.device)  # an earlier backward may have failed
             yield
-            points.append((begin, self._forward, hold.sent, now(self.device), hold.times))
+            if len(hold.times) == len(order):  # there was a backward
+                points.append((begin, self._forward, hold.sent, now(self.device), hold.times))
         rows = ([(a, b), (c, d), *((b, at) for at in times)] for a, b, c, d, times in points)
         columns = zip(*([between(*pair) for pair in row] for row in rows), strict=True)
         forward_s, update_s, *ready = map(median, columns)
@@ -162,6 +167,7 @@ class Hold:
     """The communication hook of profiled steps.
 
     Attributes:
+        kept: the buckets of this backward so far, and what the reducer waits for.
         times: when each bucket of the last backward was complete.
         sent: when all were back.
     """
@@ -170,21 +176,20 @@ class Hold:
         self._device, self._count = device, count
         # the module's own hook, or what the reducer does without any
         self._hook, self._state = (ddp._comm_hooks or [(allreduce_hook, ddp.process_group)])[-1]
-        self._kept: list[tuple[Any, Future[Any]]] = []
+        self.kept: list[tuple[Any, Future[Any]]] = []
         self.times: list[Any] = []
         self.sent: Any = None
 
     def __call__(self, _: object, bucket: Any) -> Future[Any]:
         """Keep a bucket, or after the last one send all; an error of sending is raised here."""
-        if bucket.index() == 0:
-            self._kept, self.times = [], []  # an earlier backward may have failed
         self.times.append(now(self._device))
         future: Future[Any] = Future(devices=[self._device] if self._device.type == "cuda" else None)
-        self._kept.append((bucket, future))
-        if len(self._kept) == self._count:
-            sending = [self._hook(self._state, held) for held, _ in self._kept]
+        self.kept.append((bucket, future))
+        if len(self.kept) == self._count:
+            sending = [self._hook(self._state, held) for held, _ in self.kept]
             received = [each.wait() for each in sending]
             self.sent = now(self._device)
-            for (_, waiting), value in zip(self._kept, received, strict=True):
+            for (_, waiting), value in zip(self.kept, received, strict=True):
                 waiting.set_result(value)
+            self.kept = []
         return future

@@ -148,7 +148,7 @@ class Link(Stored):
         seconds_per_byte: cost of one more byte, in seconds.
         drain_s: how long the last all-reduce is on its way when nothing follows it, in seconds.
         processor_s_per_byte: how long sending a byte delays the computation next to it, in seconds.
-        residual: largest relative difference between a measured stream and this formula.
+        residual: median of the relative differences between measured streams and this formula.
         backend: the group's backend, for instance ``"gloo"``.
         world_size: number of ranks.
         measured: hardware and versions, by name.
@@ -170,7 +170,7 @@ class Link(Stored):
     def __str__(self) -> str:
         each, mebibyte = (f"{s * 1000:.2f} ms" for s in (self.latency_s, 2**20 * self.seconds_per_byte))
         where = f"{self.backend}, {self.world_size} ranks"
-        return f"link: {where}, {each} a bucket, {mebibyte} a MiB, {self.residual:.0%} off at most"
+        return f"link: {where}, {each} a bucket, {mebibyte} a MiB, {self.residual:.0%} off in the median"
 
 
 def conditions() -> dict[str, str]:

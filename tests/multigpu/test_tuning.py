@@ -1,14 +1,17 @@
 """Tuning on several ranks: eager DDP's gradients in every step, and one plan on all ranks."""
 
+import itertools
 import json
 import logging
+import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
 import ddpopt
@@ -16,9 +19,11 @@ from ddpopt.cases.case import Case
 from ddpopt.ddp.impose import imposed_plan
 from ddpopt.planning.model_graphs import specs_by_id
 from ddpopt.planning.plan import Plan
+from ddpopt.ranks import pool
+from ddpopt.ranks.failures import RanksFailed
 from ddpopt.ranks.group import Ranks
 from ddpopt.tuning import compiling
-from ddpopt.tuning.comparing import tuned_on
+from ddpopt.tuning.comparing import WARM_UP, tuned_on
 from ddpopt.tuning.recording import one_each
 from ddpopt.tuning.records import Gradient, Link, Profile
 from ddpopt.tuning.tune import tune
@@ -125,3 +130,29 @@ def test_what_is_found_is_a_table_and_a_file_to_use_again(ranks: Ranks, strategy
     assert ranks.gather(text) == [text] * ranks.size
     assert tuned.rows[-1].predicted.step_s <= min(row.predicted.step_s for row in tuned.rows)
     assert [line[:24].strip() for line in str(tuned).splitlines()[4:]] == [row.name for row in tuned.rows]
+
+
+def dies_while_profiled(ranks: Ranks, folder: Path) -> None:
+    calls = itertools.count()
+
+    def loss(output: Tensor) -> Tensor:
+        if next(calls) == 2 * WARM_UP + 2 and ranks.rank == 1:
+            os._exit(7)
+        return output.mean()
+
+    try:
+        tuned_on(ranks, replace(case(), loss=loss), ("eager", None), LINK)
+    except Exception as error:
+        (folder / f"{ranks.rank}").write_text(type(error).__name__)
+        raise
+
+
+@pytest.mark.one_process
+@pytest.mark.timeout(120)
+def test_a_rank_that_dies_while_it_is_profiled_ends_the_others_with_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "PATIENCE_S", 60.0)  # so that nothing else ends them
+    with pytest.raises(RanksFailed, match=r"rank 1 .*7"):
+        pool.launch(dies_while_profiled, tmp_path, nproc=2, limit_s=100.0)
+    assert [file.read_text() for file in tmp_path.iterdir()] == ["RuntimeError"]
