@@ -19,22 +19,8 @@ from functools import partial
 from itertools import product
 from statistics import median
 
+from benchmarks import report
 from benchmarks.network import two_hosts
-from benchmarks.report import (
-    Claim,
-    Grid,
-    Section,
-    at_least,
-    at_most,
-    conditions,
-    finish,
-    number,
-    parser_of,
-    show_grid,
-    some_of,
-    state,
-    wide_console,
-)
 from benchmarks.step import on_hosts
 from benchmarks.step_workloads import WORKLOADS
 from ddpopt.cases.case import Case
@@ -52,36 +38,43 @@ def case_of(name: str) -> Case:
     return Case(name, workload.build, lambda *_: ((workload.inputs(),), {}), workload.about)
 
 
-def grid(where: str, tuned: Tuned) -> Grid:
+def grid(where: str, tuned: Tuned) -> report.Grid:
     """The table of one model over one network."""
     rows = ((row.name, row.predicted.step_s, median(row.measured_s)) for row in tuned.rows)
-    cells = ((name, f"{p * 1000:.1f}", f"{m * 1000:.1f}", number(p / m)) for name, p, m in rows)
-    return Grid(f"{where}; {tuned.link}", COLUMNS, tuple(cells))
+    cells = ((name, f"{p * 1000:.1f}", f"{m * 1000:.1f}", report.number(p / m)) for name, p, m in rows)
+    return report.Grid(f"{where}; {tuned.link}", COLUMNS, tuple(cells))
 
 
-def claims(found: dict[str, Tuned]) -> Iterator[Claim]:
+def claims(found: dict[str, Tuned]) -> Iterator[report.Claim]:
     """What is asked of all tables."""
     off: list[float] = []
     for where, tuned in found.items():
         measured = {row.name: median(row.measured_s) for row in tuned.rows}
         off += [abs(row.predicted.step_s / measured[row.name] - 1) for row in tuned.rows]
         best = measured.pop("tuned")
-        yield at_most(where, "tuned to the best cap", best / min(measured.values()), 1.03)
-        yield at_most(where, "tuned to DDP's default", best / measured["DDP's default"], 1.03)
-    yield at_most("all", "largest error of a prediction", max(off), 0.1)
-    yield at_least("all", "share of predictions within 5%", sum(each <= 0.05 for each in off) / len(off), 0.8)
+        yield report.at_most(where, "tuned to the best cap", best / min(measured.values()), 1.03)
+    yield report.at_most("all", "largest error of a prediction", max(off), 0.1)
+    yield report.at_least(
+        "all", "share of predictions within 5%", sum(each <= 0.05 for each in off) / len(off), 0.8
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, store."""
-    parser, console = parser_of("benchmarks.tuning", __doc__), wide_console()
+    parser, console = report.parser_of("benchmarks.tuning", __doc__), report.wide_console()
     for option, known in (("--models", WORKLOADS), ("--rate", RATES), ("--strategy", STRATEGIES)):
         all_of = ",".join(known)
-        parser.add_argument(option, type=partial(some_of, tuple(known)), default=all_of, help=f"({all_of})")
+        parser.add_argument(
+            option, type=partial(report.some_of, tuple(known)), default=all_of, help=f"({all_of})"
+        )
     parser.add_argument("--backend", default="inductor", help="Dynamo backend (inductor)")
-    asked, found, grids = parser.parse_args(arguments), dict[str, Tuned](), list[Grid]()
-    facts = {**conditions("benchmarks.tuning"), "threads": "1 per rank, 2 ranks", "backend": asked.backend}
-    state(console, facts)
+    asked, found, grids = parser.parse_args(arguments), dict[str, Tuned](), list[report.Grid]()
+    facts = {
+        **report.conditions("benchmarks.tuning"),
+        "threads": "1 per rank, 2 ranks",
+        "backend": asked.backend,
+    }
+    report.state(console, facts)
     try:
         for rate, model, strategy in product(asked.rate, asked.models, asked.strategy):
             with two_hosts(rate) as network:
@@ -89,13 +82,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 task = tuned_on, case_of(model), (strategy, asked.backend), None, CAPS
                 found[where] = on_hosts(network, "gloo", lambda _: None, *task)
             grids.append(grid(where, found[where]))
-            show_grid(console, grids[-1])
+            report.show_grid(console, grids[-1])
     except DdpoptError as error:
         console.print(str(error), style="red", markup=False)
         return error.exit_code
     timings = {f"{where}, {row.name}": [row.measured_s] for where, each in found.items() for row in each.rows}
-    section = Section("tuning", facts, tuple(claims(found)), tuple(grids))
-    return finish(console, section, asked, None, timings)
+    section = report.Section("tuning", facts, tuple(claims(found)), tuple(grids))
+    return report.finish(console, section, asked, None, timings)
 
 
 if __name__ == "__main__":

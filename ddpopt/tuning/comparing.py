@@ -26,7 +26,7 @@ from ddpopt.planning.plan import Bucket, Plan
 from ddpopt.ranks.group import Ranks, joined, under_torchrun
 from ddpopt.ranks.pool import launch
 from ddpopt.tuning.measure_link import measure_link
-from ddpopt.tuning.recording import Course, Watch, one_each, run
+from ddpopt.tuning.recording import Watch, one_each, run
 from ddpopt.tuning.records import Link, Profile
 from ddpopt.tuning.simulate import Timeline, simulate
 from ddpopt.tuning.tune import tune
@@ -127,11 +127,11 @@ def tuned_on(ranks: Ranks, case: Case, how: How, link: Link | None, caps: Sequen
     strategy, _ = how
     trainee = _Trainee(ranks, case, *how)
     watch, kwargs, split = trainee.watch, case.ddp_kwargs, strategy == "split"
-    trainee.run(watch.steps(WARM_UP))
+    run(watch.steps(WARM_UP), trainee.step)
     order, own = watch.ready_order(), specs_from_ddp(watch.ddp)
     ranks.emit("profiling")
     trainee.use(one_each(order))
-    profile = trainee.run(watch.profiled(order, PROFILED, strategy)).slowest(watch.ddp.process_group)
+    profile = run(watch.profiled(order, PROFILED, strategy), trainee.step).slowest(watch.ddp.process_group)
     ranks.emit("measuring all-reduces")
     link = link or measure_link(watch.ddp.process_group, ranks.device)
     plain = {key: value for key, value in kwargs.items() if key not in CAPS}
@@ -146,7 +146,7 @@ def tuned_on(ranks: Ranks, case: Case, how: How, link: Link | None, caps: Sequen
         for name, plan in plans.items():
             ranks.emit(f"turn {turn + 1} of {turns}: {name}")
             trainee.use(plan)
-            measured[name] += trainee.run(watch.steps(A_TURN * TURNS // turns))
+            measured[name] += run(watch.steps(A_TURN * TURNS // turns), trainee.step)
     slowest = {name: tuple(map(max, zip(*ranks.gather(own), strict=True))) for name, own in measured.items()}
     rows = [Row(name, plan, simulate(plan, profile, link), slowest[name]) for name, plan in plans.items()]
     return Tuned(f"{case.name} on {ranks.size} ranks, {strategy}", profile, link, tuple(rows))
@@ -170,17 +170,14 @@ class _Trainee:
         impose(self.watch.ddp, plan)
         if self._recompiles:
             torch._dynamo.reset()
-        self.run(self.watch.steps(WARM_UP))
-
-    def run(self, course: Course[Value]) -> Value:
-        """Run a course of steps."""
-        return run(course, self._step)
+        run(self.watch.steps(WARM_UP), self.step)
 
     def _made(self) -> Any:
         made = self._case.inputs(self._ranks.rank, 0)
         return tree_map_only(torch.Tensor, lambda tensor: tensor.to(self._ranks.device), made)
 
-    def _step(self) -> None:
+    def step(self) -> None:
+        """Train one step."""
         if any(getattr(leaf, "grad_fn", None) for leaf in tree_leaves(self._inputs)):
             self._inputs = self._made()  # computed from parameters, with a graph for one backward
         args, kwargs = self._inputs

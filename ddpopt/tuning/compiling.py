@@ -85,8 +85,8 @@ def compile(  # the public name, as in torch.compile
     if plan is not None:
         if buckets != "plan":
             raise UsageError(f"plan: expected buckets='plan' with it, got {buckets!r}; leave one of them out")
-        given = exchange_plans(ddp.process_group, WHAT, lambda: read_plan(plan), LONGEST_WAIT)
-        impose(ddp, given[ddp.process_group.rank()] or read_plan(plan))
+        own: Any = exchange_plans(ddp.process_group, WHAT, lambda: _read_plan(plan), LONGEST_WAIT)
+        impose(ddp, own[ddp.process_group.rank()])
     open_or_given: Any = "open" if buckets == "auto" else buckets
     module = api.compile(ddp_model, backend=backend, strategy=strategy, buckets=open_or_given, **options)
     if buckets == "auto":
@@ -94,12 +94,7 @@ def compile(  # the public name, as in torch.compile
     return module
 
 
-def read_plan(plan: Plan | str | os.PathLike[str]) -> Plan:
-    """A plan, or the plan in a file.
-
-    Raises:
-        UsageError: the file cannot be read, or is not a plan's.
-    """
+def _read_plan(plan: Plan | str | os.PathLike[str]) -> Plan:
     return plan if isinstance(plan, Plan) else Plan.from_json(read("plan", plan))
 
 
