@@ -139,7 +139,7 @@ def tuned_on(ranks: Ranks, case: Case, how: How, link: Link | None, caps: Sequen
     rules = {"DDP's default": plain, **({own_cap: kwargs} if own_cap else {})}
     rules |= {f"{CAPS[0]}={cap}": {**plain, CAPS[0]: cap} for cap in caps}
     plans = {name: _by_rule(order, own, rule) for name, rule in rules.items()}
-    plans["tuned"] = tune(profile, link)
+    plans["tuned"] = tune(profile, link.slower())
     measured: dict[str, list[float]] = {name: [] for name in plans}
     turns = 1 if split else TURNS
     for turn in range(turns):

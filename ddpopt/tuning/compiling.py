@@ -144,7 +144,7 @@ def _tuned(watch: Watch, strategy: Strategy) -> Course[None]:
     yield from watch.settled()
     impose(ddp, former)
     profile, link = profile.slowest(group), measure_link(group, watch.device)
-    plan = tune(profile, link)
+    plan = tune(profile, link.slower())
     was_s, now_s = (simulate(each, profile, link).step_s for each in (former, plan))
     if now_s > was_s * WORTH_IT:
         logger.info("ddpopt: the buckets stay: a step of %s expected, at best %s", _ms(was_s), _ms(now_s))

@@ -21,6 +21,8 @@ from ddpopt.errors import UsageError
 from ddpopt.planning.bucket_rule import ParamSpec
 
 FORMAT = 1
+MARGIN = 1.25
+"""How much longer bytes may take in training than when the link was measured."""
 SHOWN = 5
 
 
@@ -166,6 +168,13 @@ class Link(Stored):
     def cost_s(self, nbytes: float) -> float:
         """How long one bucket of this size occupies the link, in seconds."""
         return self.latency_s + nbytes * self.seconds_per_byte
+
+    def slower(self) -> Link:
+        """A link to tune for: among buckets that are in time, those that are so on a slower link, too.
+
+        With the fewest buckets that are just in time on the measured link, each is sent as late as it can be.
+        """
+        return replace(self, seconds_per_byte=MARGIN * self.seconds_per_byte)
 
     def __str__(self) -> str:
         each, mebibyte = (f"{s * 1000:.2f} ms" for s in (self.latency_s, 2**20 * self.seconds_per_byte))
