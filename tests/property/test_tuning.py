@@ -1,7 +1,6 @@
 """The tuned buckets are the best ones: compared with every partition, in the simulated model."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,7 +11,7 @@ from ddpopt.tuning.records import Gradient, Link, Profile
 from ddpopt.tuning.simulate import timeline
 from ddpopt.tuning.tune import partition
 
-LINK: Any = 0.0, 0.0, 0.0, "gloo", 2, {}
+LINK = Link(1e-3, 1e-4, 0.0, 0.0, 0.0, "gloo", 2, {})
 times = st.integers(0, 40).map(lambda tenths: tenths / 10)
 
 
@@ -81,6 +80,6 @@ def test_no_partition_ends_earlier_or_equally_early_with_fewer_buckets(
 
 def test_5000_gradients_of_two_dtypes_need_no_more_steps_than_the_limit() -> None:
     specs = [ParamSpec(f"p{n}", 1 + n % 7, "bfloat16" if n % 3 else "float32", "cpu") for n in range(5000)]
-    tuned = partition([Gradient(spec, n * 1e-3) for n, spec in enumerate(specs)], Link(1e-3, 1e-4, *LINK))
+    tuned = partition([Gradient(spec, n * 1e-3) for n, spec in enumerate(specs)], LINK)
     assert sorted(g.spec.name for b in tuned for g in b) == sorted(spec.name for spec in specs)
     assert all(len({g.spec.dtype for g in bucket}) == 1 for bucket in tuned)
