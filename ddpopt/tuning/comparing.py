@@ -25,7 +25,7 @@ from ddpopt.planning.limits import BucketConfig
 from ddpopt.planning.plan import Bucket, Plan
 from ddpopt.ranks.group import Ranks, joined, under_torchrun
 from ddpopt.ranks.pool import launch
-from ddpopt.tuning.measure_link import measure_link
+from ddpopt.tuning.measure_link import SIZES, measure_link
 from ddpopt.tuning.recording import Watch, one_each, run
 from ddpopt.tuning.records import Link, Profile
 from ddpopt.tuning.simulate import Timeline, simulate
@@ -139,7 +139,7 @@ def tuned_on(ranks: Ranks, case: Case, how: How, link: Link | None, caps: Sequen
     rules = {"DDP's default": plain, **({own_cap: kwargs} if own_cap else {})}
     rules |= {f"{CAPS[0]}={cap}": {**plain, CAPS[0]: cap} for cap in caps}
     plans = {name: _by_rule(order, own, rule) for name, rule in rules.items()}
-    plans["tuned"] = tune(profile, link.slower())
+    plans["tuned"] = tune(profile, link.slower(), SIZES[-1])
     measured: dict[str, list[float]] = {name: [] for name in plans}
     turns = 1 if split else TURNS
     for turn in range(turns):

@@ -27,7 +27,7 @@ from ddpopt.errors import UsageError
 from ddpopt.graph.nodes import CompilerFn
 from ddpopt.planning.plan import Plan
 from ddpopt.planning.strategy import Strategy, require_choice
-from ddpopt.tuning.measure_link import measure_link
+from ddpopt.tuning.measure_link import SIZES, measure_link
 from ddpopt.tuning.recording import Course, Watch
 from ddpopt.tuning.records import largest
 from ddpopt.tuning.simulate import simulate
@@ -144,7 +144,7 @@ def _tuned(watch: Watch, strategy: Strategy) -> Course[None]:
     yield from watch.settled()
     impose(ddp, former)
     profile, link = profile.slowest(group), measure_link(group, watch.device)
-    plan = tune(profile, link.slower())
+    plan = tune(profile, link.slower(), SIZES[-1])
     was_s, now_s = (simulate(each, profile, link).step_s for each in (former, plan))
     if now_s > was_s * WORTH_IT:
         logger.info("ddpopt: the buckets stay: a step of %s expected, at best %s", _ms(was_s), _ms(now_s))

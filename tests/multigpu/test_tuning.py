@@ -24,6 +24,7 @@ from ddpopt.ranks.failures import RanksFailed
 from ddpopt.ranks.group import Ranks
 from ddpopt.tuning import compiling
 from ddpopt.tuning.comparing import WARM_UP, tuned_on
+from ddpopt.tuning.measure_link import SIZES
 from ddpopt.tuning.recording import one_each
 from ddpopt.tuning.records import Gradient, Link, Profile
 from ddpopt.tuning.tune import tune
@@ -118,7 +119,7 @@ def test_what_is_found_is_a_table_and_a_file_to_use_again(ranks: Ranks, strategy
     assert [row.name for row in tuned.rows] == ["DDP's default", "bucket_cap_mb=0", "tuned"]
     assert [len(row.plan.buckets) for row in tuned.rows][:2] == [1, 6]
     assert ranks.gather(text) == [text] * ranks.size
-    assert tuned.rows[-1].plan == tune(tuned.profile, tuned.link.slower())
+    assert tuned.rows[-1].plan == tune(tuned.profile, tuned.link.slower(), SIZES[-1])
     assert [line[:24].strip() for line in str(tuned).splitlines()[4:]] == [row.name for row in tuned.rows]
 
 
