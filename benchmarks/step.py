@@ -42,12 +42,12 @@ import argparse
 import re
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -75,6 +75,7 @@ from ddpopt.ranks.pool import OnEvent, Pool
 from ddpopt.ranks.process import RankProcess
 
 LIMIT_S = 1200.0
+Value = TypeVar("Value")
 COLLECTIVE_LIMIT_S = 60.0
 ENVIRONMENT = ("OMP_NUM_THREADS=1", "TORCHINDUCTOR_COMPILE_THREADS=1", "TORCHINDUCTOR_FORCE_DISABLE_CACHES=1")
 """One thread, and no cache of compiled code."""
@@ -94,14 +95,19 @@ def measure(job: Job, network: Network, done: OnEvent) -> Figures:
     Raises:
         InfrastructureError: a rank failed, or returned no figures within twenty minutes.
     """
+    return on_hosts(network, group_backend(job.device), done, run, job)
+
+
+def on_hosts(network: Network, backend: str, done: OnEvent, task: Callable[..., Value], *args: Any) -> Value:
+    """What a task returns on the first of two ranks; see `measure`, and `ddpopt.ranks.pool.Pool.run`."""
     prefixes = [
         (*words, "env", f"GLOO_SOCKET_IFNAME={interface}", *ENVIRONMENT)
         for words, interface in zip(network.prefixes, network.interfaces, strict=True)
     ]
     with tempfile.TemporaryDirectory(prefix="ddpopt-step-") as folder:
-        host = partial(serve, str(Path(folder) / "rendezvous"), group_backend(job.device))
+        host = partial(serve, str(Path(folder) / "rendezvous"), backend)
         with Pool(WORLD_SIZE, host=host, prefixes=prefixes) as pool:
-            return pool.run(run, job, limit_s=LIMIT_S, on_event=done)[0]
+            return pool.run(task, *args, limit_s=LIMIT_S, on_event=done)[0]
 
 
 def serve(rendezvous: str, backend: str, process: RankProcess) -> None:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ddpopt.ddp.impose import impose as impose
-    from ddpopt.dynamo.api import compile as compile
     from ddpopt.dynamo.api import replacing_ddp_optimizer as replacing_ddp_optimizer
     from ddpopt.dynamo.backend import DdpoptBackend as DdpoptBackend
     from ddpopt.errors import DdpoptError as DdpoptError
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from ddpopt.observation.observe import observe as observe
     from ddpopt.planning.capture import plan as plan
     from ddpopt.planning.plan import Plan as Plan
+    from ddpopt.tuning.compiling import compile as compile
 
 __version__ = "0.1.0"
 
@@ -29,7 +29,7 @@ _HOMES = {
     "Explanation": "explanation.result",
     "Plan": "planning.plan",
     "Verdict": "judge.verdict",
-    "compile": "dynamo.api",
+    "compile": "tuning.compiling",
     "explain": "explanation.explain",
     "impose": "ddp.impose",
     "observe": "observation.observe",

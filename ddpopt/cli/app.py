@@ -144,6 +144,60 @@ def doctor(  # one for each option of the command line
     raise typer.Exit(diagnosis.exit_code)
 
 
+@app.command(cls=_Command, short_help="Find the buckets that make a training step shortest.")
+def tune(  # noqa: PLR0913  # one for each option of the command line
+    target: given.Target,
+    nproc: given.Nproc = given.NPROC,
+    backend: given.Backend = given.BACKEND,
+    mode: given.TunedMode = "ddpopt-inline",
+    link: given.LinkFile = None,
+    device: given.Device = None,
+    timeout: given.Timeout = given.TIMEOUT_S,
+    ddp: given.Ddp = None,
+    json: given.Json = None,
+) -> None:
+    """Measure training steps and the link, and find the buckets with which a step is shortest.
+
+    The table has DDP's default, the caps that are given with --ddp, and the tuned buckets. The JSON is a plan
+    for ddpopt.compile(ddp_model, plan=FILE), with the profile and the link that it was made from.
+    """
+    from ddpopt.judge.backends import backend_of
+    from ddpopt.judge.modes import named
+    from ddpopt.tuning.comparing import STRATEGIES, tuned_on
+    from ddpopt.tuning.compiling import read
+    from ddpopt.tuning.records import Link
+
+    strategy = named(mode, STRATEGIES, "--mode")
+    stored = None if link is None else Link.from_json(read("--link", link))
+    task = tuned_on, _case(target, ddp), (strategy, backend_of(backend)), stored
+    _measure(nproc, device, timeout, json, *task)
+
+
+@app.command(cls=_Command, short_help="Measure what an all-reduce costs.")
+def link(
+    nproc: given.Nproc = given.NPROC,
+    device: given.Device = None,
+    timeout: given.Timeout = given.TIMEOUT_S,
+    json: given.Json = None,
+) -> None:
+    """Measure all-reduces, and fit latency and bandwidth, for 'ddpopt tune --link FILE'."""
+    from ddpopt.tuning.comparing import link_on
+
+    _measure(nproc, device, timeout, json, link_on)
+
+
+def _measure(nproc: int, device: str | None, timeout_s: float, json: str | None, *task: Any) -> None:
+    """Run a task of `ddpopt.tuning` on ranks, and show what it returns."""
+    from ddpopt.judge.report.files import show, status_line
+    from ddpopt.judge.runner import is_first
+    from ddpopt.tuning.comparing import on_ranks
+
+    with status_line("starting ranks") as show_line:
+        found = on_ranks(*task, nproc=nproc, device=device, limit_s=timeout_s, on_event=show_line)
+    if is_first():
+        show(str(found), found.to_json(), json)
+
+
 @app.command(cls=_Command, short_help="Compare a compiled data-parallel step with eager DDP.")
 def verify(  # noqa: PLR0913  # one for each option of the command line
     target: given.Target,
@@ -259,7 +313,6 @@ def fuzz(  # noqa: PLR0913  # one for each option of the command line
     """
     from ddpopt.cli import fuzzing
 
-    given.require_positive(nproc=nproc)
     plan = fuzzing.planned(seed, mode, backend, nproc, without)
     raise typer.Exit(fuzzing.fuzz(plan, minutes, examples, timeout, out, json))
 

@@ -60,7 +60,9 @@ Reports = Annotated[
         help="Write a report: .xml for JUnit, .html for a page, .md for GitHub; repeatable.",
     ),
 ]
-Nproc = Annotated[int, typer.Option(help="Number of ranks; verify and matrix use torchrun's, if any.")]
+Nproc = Annotated[
+    int, typer.Option(help="Number of ranks; verify, matrix, tune and link use torchrun's, if any.")
+]
 Backend = Annotated[
     str,
     typer.Option(
@@ -86,10 +88,15 @@ Options = Annotated[
 Steps = Annotated[int, typer.Option(help="Training steps. DDP rebuilds its buckets before step 2.")]
 Dtype = Annotated[str | None, typer.Option(help="Compute in this dtype, such as bfloat16.")]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda; by default cuda if each rank has a GPU.")]
-Timeout = Annotated[float, typer.Option(help="Time limit per trial (one mode, case and option), in seconds.")]
+Timeout = Annotated[
+    float,
+    typer.Option(help="Time limit per trial (one mode, case and option), or of tune and link, in seconds."),
+]
 Locate = Annotated[
     bool, typer.Option(help="If something is wrong, find out where, and write ddpopt_reproduction.py.")
 ]
+TunedMode = Annotated[str, typer.Option("--mode", help="ddpopt-inline, ddpopt-split or eager.")]
+LinkFile = Annotated[str | None, typer.Option("--link", metavar="FILE", help="Link; by default measured.")]
 BaselineFile = Annotated[str, typer.Option("--baseline", metavar="FILE", help="Baseline to compare with.")]
 Update = Annotated[
     bool, typer.Option("--update", help="Write what changed, and the options given, to the baseline.")

@@ -35,20 +35,14 @@ def compile(  # the public name, as in torch.compile
     buckets: Buckets = "plan",
     **options: Any,
 ) -> Any:
-    """Compile a DDP module so that its gradients still overlap with backward.
+    """Compile a DDP module for the buckets of `DdpoptBackend`.
 
     Args:
-        ddp_model: a ``DistributedDataParallel`` module, or a wrapper that contains one (Fabric's, your own);
-            the code of a wrapper is compiled too.
-        backend: name of a Dynamo backend, or a callable ``(gm, example_inputs) -> callable``.
-        strategy: ``"split"``: one compiled segment for each time a bucket completes; ``"inline"``: one
-            compiled graph, whose backward hands the gradients to DDP; ``"auto"``: like ``"inline"``. A graph
-            that cannot be compiled inline is split, and the reason is logged (as a warning if ``"inline"``
-            was requested).
-        buckets: ``"plan"``: the reducer follows the plan, from the first iteration; ``"ddp"``: the reducer
-            is not changed.
-        options: passed to ``torch.compile`` (``dynamic``, ``mode``, …). ``fullgraph`` applies to the module
-            inside DDP: its forward must not break. DDP's own Python code cannot be part of a graph.
+        ddp_model: as for `ddpopt.compile`, like all others except `buckets`.
+        backend: name of a Dynamo backend, or a callable.
+        strategy: how graphs are compiled.
+        buckets: as for `DdpoptBackend`.
+        options: passed to ``torch.compile``.
 
     Returns:
         A callable like `ddp_model`, with its attributes.
@@ -82,7 +76,7 @@ def compile(  # the public name, as in torch.compile
             compile, backend=backend, strategy=strategy, buckets=buckets, **options
         )
         module.__class__ = _Compiled
-    if buckets == "plan" and imposed_plan(ddp) is None:
+    if buckets != "ddp" and imposed_plan(ddp) is None:
         with contextlib.suppress(UnsupportedError):  # reported when a graph is compiled
             dynamo_backend.follow(ddp)
     return module
@@ -100,7 +94,7 @@ def replacing_ddp_optimizer(*, buckets: Buckets = "plan") -> Iterator[None]:
     """Inside this block Dynamo uses ddpopt's split strategy instead of torch's DDPOptimizer.
 
     Args:
-        buckets: as for `compile`.
+        buckets: as for `DdpoptBackend`.
 
     Yields:
         Nothing; all graphs compiled inside the block, with any backend, are cut by ddpopt.

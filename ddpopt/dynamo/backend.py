@@ -39,7 +39,7 @@ from ddpopt.split.partition import partition
 from ddpopt.split.segments import compile_segments
 from ddpopt.torch_private import require_supported
 
-Buckets = Literal["plan", "ddp"]
+Buckets = Literal["plan", "ddp", "open"]
 GraphsByModule = weakref.WeakKeyDictionary[DDP, ModelGraphs]
 NAMED = re.compile("ddpopt(?:_(split|inline))?(?:_(aot_eager|eager))?_backend")
 """Attributes of this module that pyproject.toml registers with Dynamo as ``ddpopt``, ``ddpopt-split``, …"""
@@ -53,7 +53,8 @@ class DdpoptBackend:
         backend: name of a registered Dynamo backend, or a callable ``(gm, example_inputs) -> callable``.
         strategy: as for `ddpopt.compile`.
         buckets: ``"plan"``: the reducer follows ddpopt's plan; ``"ddp"``: the reducer is not changed, and
-            gradients leave in its own buckets.
+            gradients leave in its own buckets; ``"open"``: like ``"plan"``, but compiled for any buckets, so
+            that others can be imposed later: gradients are handed over one by one.
         graphs: the known graphs of each DDP module, if several backends share one module.
 
     Raises:
@@ -153,13 +154,14 @@ class DdpoptBackend:
 
     def _inline(self, planned: Planned, compiler: CompilerFn) -> Callable[..., Any]:
         gm, plan, sources = planned.gm, planned.plan, planned.facts.sources
-        alone = planned.settled and not ends_in_break(gm) and not planned.completed
+        settled = planned.settled and self.buckets != "open"
+        alone = settled and not ends_in_break(gm) and not planned.completed
         if len(plan.buckets) == 1 and alone:
             return _compile_whole("it has a single bucket", planned, compiler)
         completed = {name for segment in plan.segments for name in segment.params}
         lent = [node for node in lendable(gm, planned.facts) if completed.issuperset(sources[node].values())]
         groups = [[node] for node in lent]
-        if planned.settled:
+        if settled:
             groups = together(lent, sources, planned.facts, plan.buckets)
         logger.info("ddpopt: %d buckets, one graph", len(plan.buckets))
         compiler = in_order(compiler) if is_inductor(self.compiler) else compiler

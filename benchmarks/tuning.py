@@ -1,0 +1,95 @@
+"""Is a step as long as predicted, and are tuned buckets the best? ``python -m benchmarks.tuning``.
+
+Two ranks of one thread each train a model on two emulated hosts (`benchmarks.network`) with DDP's default
+buckets, with some caps and with the tuned buckets, in turns. The profile and the link are measured first, in
+the same processes. Every figure is a ratio of two medians of one run:
+
+- *predicted*: the predicted step to the measured one, for each kind of buckets;
+- *tuned*: the measured step with the tuned buckets to the shortest with others, and to DDP's default.
+
+Exit code 1 if a prediction is off by more than 10%, or fewer than 80% of them are within 5%, or tuned
+buckets take more than 1.03 times as long as the best others; 2 for invalid arguments; 3 if a rank fails.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import product
+from statistics import median
+
+from benchmarks import report
+from benchmarks.network import two_hosts
+from benchmarks.step import on_hosts
+from benchmarks.step_workloads import WORKLOADS
+from ddpopt.cases.case import Case
+from ddpopt.errors import DdpoptError
+from ddpopt.tuning.comparing import Tuned, tuned_on
+
+RATES, STRATEGIES = ("1gbit", "2500mbit"), ("eager", "inline")
+CAPS = (0.5, 1.0, 2.0, 3.0, 5.0, 10.0, 25.0)
+COLUMNS = ("buckets", "predicted, ms", "measured, ms", "predicted to measured")
+
+
+def case_of(name: str) -> Case:
+    """A workload of `benchmarks.step` as a case."""
+    workload = WORKLOADS[name]
+    return Case(name, workload.build, lambda *_: ((workload.inputs(),), {}), workload.about)
+
+
+def grid(where: str, tuned: Tuned) -> report.Grid:
+    """The table of one model over one network."""
+    rows = ((row.name, row.predicted.step_s, median(row.measured_s)) for row in tuned.rows)
+    cells = ((name, f"{p * 1000:.1f}", f"{m * 1000:.1f}", report.number(p / m)) for name, p, m in rows)
+    return report.Grid(f"{where}; {tuned.link}", COLUMNS, tuple(cells))
+
+
+def claims(found: dict[str, Tuned]) -> Iterator[report.Claim]:
+    """What is asked of all tables."""
+    off: list[float] = []
+    for where, tuned in found.items():
+        measured = {row.name: median(row.measured_s) for row in tuned.rows}
+        off += [abs(row.predicted.step_s / measured[row.name] - 1) for row in tuned.rows]
+        best = measured.pop("tuned")
+        yield report.at_most(where, "tuned to the best cap", best / min(measured.values()), 1.03)
+    yield report.at_most("all", "largest error of a prediction", max(off), 0.1)
+    yield report.at_least(
+        "all", "share of predictions within 5%", sum(each <= 0.05 for each in off) / len(off), 0.8
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print, store."""
+    parser, console = report.parser_of("benchmarks.tuning", __doc__), report.wide_console()
+    for option, known in (("--models", WORKLOADS), ("--rate", RATES), ("--strategy", STRATEGIES)):
+        all_of = ",".join(known)
+        parser.add_argument(
+            option, type=partial(report.some_of, tuple(known)), default=all_of, help=f"({all_of})"
+        )
+    parser.add_argument("--backend", default="inductor", help="Dynamo backend (inductor)")
+    asked, found, grids = parser.parse_args(arguments), dict[str, Tuned](), list[report.Grid]()
+    facts = {
+        **report.conditions("benchmarks.tuning"),
+        "threads": "1 per rank, 2 ranks",
+        "backend": asked.backend,
+    }
+    report.state(console, facts)
+    try:
+        for rate, model, strategy in product(asked.rate, asked.models, asked.strategy):
+            with two_hosts(rate) as network:
+                where = f"{model}, {strategy}, {network.description}"
+                task = tuned_on, case_of(model), (strategy, asked.backend), None, CAPS
+                found[where] = on_hosts(network, "gloo", lambda _: None, *task)
+            grids.append(grid(where, found[where]))
+            report.show_grid(console, grids[-1])
+    except DdpoptError as error:
+        console.print(str(error), style="red", markup=False)
+        return error.exit_code
+    timings = {f"{where}, {row.name}": [row.measured_s] for where, each in found.items() for row in each.rows}
+    section = report.Section("tuning", facts, tuple(claims(found)), tuple(grids))
+    return report.finish(console, section, asked, None, timings)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

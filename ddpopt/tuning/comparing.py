@@ -1,0 +1,196 @@
+"""``ddpopt tune`` and ``ddpopt link``: profile a case on ranks, tune its buckets, and compare them.
+
+One compiled module runs all plans in turns, so that a busy minute affects all of them. The cuts of the
+strategy ``split`` are compiled for one plan; there each plan has one long turn, after compiling again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ddpopt.cases.case import Case
+from ddpopt.ddp.impose import impose
+from ddpopt.dynamo import api
+from ddpopt.planning.bucket_rule import ParamSpec, initial_buckets, ready_buckets, specs_from_ddp
+from ddpopt.planning.limits import BucketConfig
+from ddpopt.planning.plan import Bucket, Plan
+from ddpopt.ranks.group import Ranks, joined, under_torchrun
+from ddpopt.ranks.pool import launch
+from ddpopt.tuning.measure_link import SIZES, measure_link
+from ddpopt.tuning.recording import Watch, one_each, run
+from ddpopt.tuning.records import Link, Profile
+from ddpopt.tuning.simulate import Timeline, simulate
+from ddpopt.tuning.tune import tune
+
+STRATEGIES = {"ddpopt-inline": "inline", "ddpopt-split": "split", "eager": "eager"}
+"""By mode."""
+CAPS = ("bucket_cap_mb", "bucket_cap_mb_list")
+WARM_UP, PROFILED, TURNS, A_TURN = 3, 8, 4, 5
+"""Steps of a plan that are not measured, profiled steps, turns of each plan, and measured steps in a turn."""
+Value = TypeVar("Value")
+How = tuple[Any, Any]
+
+
+@dataclass(frozen=True)
+class Row:
+    """Some buckets, and how long a step takes with them.
+
+    Attributes:
+        name: whose buckets they are.
+        plan: the buckets.
+        predicted: the step by the model.
+        measured_s: the measured steps, in seconds, each on the slowest rank.
+    """
+
+    name: str
+    plan: Plan
+    predicted: Timeline
+    measured_s: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What `tuned_on` found.
+
+    Attributes:
+        title: the case and how it ran.
+        profile: of the case.
+        link: of its ranks, or the one that was given.
+        rows: DDP's default, the given cap if there is one, and the tuned buckets.
+    """
+
+    title: str
+    profile: Profile
+    link: Link
+    rows: tuple[Row, ...]
+
+    def __str__(self) -> str:
+        """The table that the command prints."""
+        cells = [["", "buckets", "predicted", "measured", "exposed", "first MiB", "last MiB"]]
+        for row in self.rows:
+            times = row.predicted.step_s, median(row.measured_s), row.predicted.exposed_s
+            sizes = [f"{row.plan.buckets[place].nbytes / 2**20:.2f}" for place in (0, -1)]
+            times_ms = [f"{seconds * 1000:.1f} ms" for seconds in times]
+            cells.append([row.name, str(len(row.plan.buckets)), *times_ms, *sizes])
+        lines = [f"{name:24}" + "".join(f"{cell:>11}" for cell in others) for name, *others in cells]
+        return "\n".join([self.title, str(self.link), "", *lines])
+
+    def to_json(self) -> str:
+        """The tuned plan as `Plan.from_json` reads it, with the profile, the link and all rows."""
+        found = {each: json.loads(getattr(self, each).to_json()) for each in ("profile", "link")}
+        found["rows"] = [{**asdict(row), "plan": row.plan.fingerprint} for row in self.rows]
+        return json.dumps({**json.loads(self.rows[-1].plan.to_json()), **found}, indent=2)
+
+
+def on_ranks(task: Callable[..., Value], *args: Any, limit_s: float, on_event: Any, **where: Any) -> Value:
+    """What a task returns on rank 0, or under torchrun on this rank.
+
+    Args:
+        task: as for `ddpopt.ranks.pool.launch`, like all others.
+        *args: its other arguments.
+        limit_s: time limit in seconds.
+        on_event: called with what rank 0 emits.
+        **where: `nproc` and `device`; torchrun knows its own.
+    """
+    if under_torchrun():
+        with joined(on_event=on_event, timeout_s=limit_s) as ranks, ranks.limited(limit_s, "measuring"):
+            return task(ranks, *args)
+    return launch(task, *args, limit_s=limit_s, on_event=on_event, **where)[0]
+
+
+def link_on(ranks: Ranks) -> Link:
+    """Measure the link between ranks, a task for all of them."""
+    ranks.emit("measuring all-reduces")
+    return measure_link(dist.group.WORLD, ranks.device)
+
+
+def tuned_on(ranks: Ranks, case: Case, how: How, link: Link | None, caps: Sequence[float] = ()) -> Tuned:
+    """Profile, tune and compare, a task for all ranks.
+
+    Args:
+        ranks: the ranks.
+        case: what they train.
+        how: the strategy, ``"inline"``, ``"split"``, or ``"eager"`` to compile nothing, and the backend.
+        link: a stored link; None to measure it.
+        caps: more values of ``bucket_cap_mb`` to compare with.
+    """
+    ranks.emit("compiling")
+    strategy, _ = how
+    trainee = _Trainee(ranks, case, *how)
+    watch, kwargs, split = trainee.watch, case.ddp_kwargs, strategy == "split"
+    run(watch.steps(WARM_UP), trainee.step)
+    order, own = watch.ready_order(), specs_from_ddp(watch.ddp)
+    ranks.emit("profiling")
+    trainee.use(one_each(order))
+    profile = run(watch.profiled(order, PROFILED, strategy), trainee.step).slowest(watch.ddp.process_group)
+    ranks.emit("measuring all-reduces")
+    link = link or measure_link(watch.ddp.process_group, ranks.device)
+    plain = {key: value for key, value in kwargs.items() if key not in CAPS}
+    own_cap = ", ".join(f"{cap}={kwargs[cap]}" for cap in CAPS if cap in kwargs)
+    rules = {"DDP's default": plain, **({own_cap: kwargs} if own_cap else {})}
+    rules |= {f"{CAPS[0]}={cap}": {**plain, CAPS[0]: cap} for cap in caps}
+    plans = {name: _by_rule(order, own, rule) for name, rule in rules.items()}
+    plans["tuned"] = tune(profile, link.slower(), SIZES[-1])
+    measured: dict[str, list[float]] = {name: [] for name in plans}
+    turns = 1 if split else TURNS
+    for turn in range(turns):
+        for name, plan in plans.items():
+            ranks.emit(f"turn {turn + 1} of {turns}: {name}")
+            trainee.use(plan)
+            measured[name] += run(watch.steps(A_TURN * TURNS // turns), trainee.step)
+    slowest = {name: tuple(map(max, zip(*ranks.gather(own), strict=True))) for name, own in measured.items()}
+    rows = [Row(name, plan, simulate(plan, profile, link), slowest[name]) for name, plan in plans.items()]
+    return Tuned(f"{case.name} on {ranks.size} ranks, {strategy}", profile, link, tuple(rows))
+
+
+class _Trainee:
+    """A case in training on this rank, always with its first inputs."""
+
+    def __init__(self, ranks: Ranks, case: Case, strategy: Any, backend: Any) -> None:
+        self._ranks, self._case, self._recompiles = ranks, case, strategy == "split"
+        ddp: Any = DistributedDataParallel(case.model().to(ranks.device), **case.ddp_kwargs)
+        self.watch = Watch(ddp)
+        if strategy != "eager":
+            ddp = api.compile(ddp, backend=backend, strategy=strategy, buckets="open")
+        self._call = self.watch.watched(ddp, lambda: None)
+        self._optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-4)
+        self._inputs = self._made()
+
+    def use(self, plan: Plan) -> None:
+        """Change the buckets."""
+        impose(self.watch.ddp, plan)
+        if self._recompiles:
+            torch._dynamo.reset()
+        run(self.watch.steps(WARM_UP), self.step)
+
+    def _made(self) -> Any:
+        made = self._case.inputs(self._ranks.rank, 0)
+        return tree_map_only(torch.Tensor, lambda tensor: tensor.to(self._ranks.device), made)
+
+    def step(self) -> None:
+        """Train one step."""
+        if any(getattr(leaf, "grad_fn", None) for leaf in tree_leaves(self._inputs)):
+            self._inputs = self._made()  # computed from parameters, with a graph for one backward
+        args, kwargs = self._inputs
+        torch.autograd.backward(self._case.loss(self._call(*args, **kwargs)))
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+
+def _by_rule(order: Sequence[ParamSpec], own: Sequence[ParamSpec], kwargs: Mapping[str, Any]) -> Plan:
+    """The buckets that DDP makes with these arguments."""
+    config = BucketConfig.from_kwargs(**kwargs)
+    if config.rebuilds:
+        groups = [([order[place] for place in members], why) for members, why in ready_buckets(order, config)]
+    else:
+        groups = [([own[place] for place in members], "") for members in initial_buckets(own, config)]
+    return Plan(tuple(Bucket.of(i, specs, 0, why) for i, (specs, why) in enumerate(groups)), (), ())

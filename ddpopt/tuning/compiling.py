@@ -1,0 +1,187 @@
+"""``ddpopt.compile``: `ddpopt.dynamo.api.compile` with buckets from a file, or tuned in the first steps.
+
+Tuning profiles some steps of the training, changes the buckets, and changes them back if steps take longer.
+ddpopt sees forwards and gradients only: a step ends where the next synchronized forward begins, and backward
+begins where forward ends.
+
+Invariant: all ranks change to the same plan before the same step, and in each the gradients are those of DDP.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any, Literal
+
+from torch import nn
+
+from ddpopt.ddp.deferral import LONGEST_WAIT
+from ddpopt.ddp.fit import ddp_within
+from ddpopt.ddp.impose import impose, imposed_plan
+from ddpopt.ddp.plan_exchange import exchange_plans
+from ddpopt.dynamo import api
+from ddpopt.errors import UsageError
+from ddpopt.graph.nodes import CompilerFn
+from ddpopt.planning.plan import Plan
+from ddpopt.planning.strategy import Strategy, require_choice
+from ddpopt.tuning.measure_link import SIZES, measure_link
+from ddpopt.tuning.recording import Course, Watch
+from ddpopt.tuning.records import largest
+from ddpopt.tuning.simulate import simulate
+from ddpopt.tuning.tune import tune
+
+Buckets = Literal["plan", "ddp", "auto"]
+WHAT = "ddpopt.compile(plan=...)"
+WARM_UP, PROFILED, MEASURED = 5, 6, 12
+"""Steps that are not counted, that are profiled, and that are measured before and after."""
+WORTH_IT = 0.995
+"""The buckets stay as they are where the expected step is not below this share."""
+logger = logging.getLogger("ddpopt")
+
+
+def compile(  # the public name, as in torch.compile
+    ddp_model: nn.Module,
+    *,
+    backend: str | CompilerFn = "inductor",
+    strategy: Strategy = "auto",
+    buckets: Buckets = "plan",
+    plan: Plan | str | os.PathLike[str] | None = None,
+    **options: Any,
+) -> Any:
+    """Compile a DDP module so that its gradients still overlap with backward.
+
+    Args:
+        ddp_model: a ``DistributedDataParallel`` module, or a wrapper that contains one (Fabric's, your own);
+            the code of a wrapper is compiled too.
+        backend: name of a Dynamo backend, or a callable ``(gm, example_inputs) -> callable``.
+        strategy: ``"split"``: one compiled segment for each time a bucket completes; ``"inline"``: one
+            compiled graph, whose backward hands the gradients to DDP; ``"auto"``: like ``"inline"``. A graph
+            that cannot be compiled inline is split, and the reason is logged (as a warning if ``"inline"``
+            was requested).
+        buckets: ``"plan"``: the reducer follows the plan, from the first iteration; ``"ddp"``: the reducer
+            is not changed; ``"auto"``: the first steps are measured, and the reducer gets the buckets that
+            are expected to make a step shortest. If steps then take longer, it gets the plan's again. Both
+            decisions are logged at INFO.
+        plan: buckets to use, as a plan, or a file that ``ddpopt tune`` or `Plan.to_json` wrote; the same on
+            every rank. Only with ``buckets="plan"``.
+        options: passed to ``torch.compile`` (``dynamic``, ``mode``, …). ``fullgraph`` applies to the module
+            inside DDP: its forward must not break. DDP's own Python code cannot be part of a graph.
+
+    Returns:
+        A callable like `ddp_model`, with its attributes.
+
+    Raises:
+        UsageError: an argument cannot be used.
+        UnsupportedError: this release of torch lacks a private name that ddpopt uses.
+        PlanMismatchError: `plan` does not fit the module, or differs between ranks.
+        InfrastructureError: `plan` was given, and a rank did not make this call in time.
+        RuntimeError: Inductor does not know the mode or one of the options; the message is torch's.
+    """
+    require_choice("buckets", buckets, Buckets)
+    ddp: Any = ddp_within(ddp_model)
+    if plan is not None:
+        if buckets != "plan":
+            raise UsageError(f"plan: expected buckets='plan' with it, got {buckets!r}; leave one of them out")
+        own: Any = exchange_plans(ddp.process_group, WHAT, lambda: _read_plan(plan), LONGEST_WAIT)
+        impose(ddp, own[ddp.process_group.rank()])
+    open_or_given: Any = "open" if buckets == "auto" else buckets
+    module = api.compile(ddp_model, backend=backend, strategy=strategy, buckets=open_or_given, **options)
+    if buckets == "auto":
+        _tune_in_training(module, ddp, strategy)
+    return module
+
+
+def _read_plan(plan: Plan | str | os.PathLike[str]) -> Plan:
+    return plan if isinstance(plan, Plan) else Plan.from_json(read("plan", plan))
+
+
+def read(what: str, file: str | os.PathLike[str]) -> str:
+    """The text of a file.
+
+    Raises:
+        UsageError: it cannot be read; the message begins with `what`.
+    """
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"{what}: cannot read {str(file)!r}: {error}; name a file that ddpopt wrote"
+        ) from error
+
+
+def _tune_in_training(module: Any, ddp: Any, strategy: Strategy) -> None:
+    """Tune the buckets of a compiled module in its next steps."""
+    if module is ddp:
+        logger.info("ddpopt: nothing is tuned: torch.compile is disabled")
+        return
+    watch, forward = Watch(ddp), module.forward
+    course = _tuned(watch, strategy)
+
+    def begin() -> None:
+        try:
+            next(course)
+        except (StopIteration, UsageError) as ended:
+            module.forward = forward
+            if isinstance(ended, UsageError):
+                logger.info("ddpopt: nothing is tuned: %s", ended)
+
+    module.forward = watch.watched(forward, begin)
+
+
+def _tuned(watch: Watch, strategy: Strategy) -> Course[None]:
+    """The steps in which a module is tuned."""
+    ddp, group = watch.ddp, watch.ddp.process_group
+    yield from watch.steps(WARM_UP)
+    former = imposed_plan(ddp)
+    if former is None or (why := _why_not(ddp)):
+        logger.info("ddpopt: nothing is tuned: %s", "DDP keeps its own buckets" if former is None else why)
+        return
+    before = yield from watch.steps(MEASURED)
+    profile = yield from watch.profiled(watch.ready_order(), PROFILED, strategy)
+    yield from watch.settled()
+    impose(ddp, former)
+    profile, link = profile.slowest(group), measure_link(group, watch.device)
+    plan = tune(profile, link.slower(), SIZES[-1])
+    was_s, now_s = (simulate(each, profile, link).step_s for each in (former, plan))
+    if now_s > was_s * WORTH_IT:
+        logger.info("ddpopt: the buckets stay: a step of %s expected, at best %s", _ms(was_s), _ms(now_s))
+        return
+    sizes, former_sizes = (_sizes(each) for each in (plan, former))
+    expected = f"a step is expected to take {_ms(now_s)}, with the former ones {_ms(was_s)}"
+    impose(ddp, plan)
+    logger.info("ddpopt: tuned to %s, from %s; %s", sizes, former_sizes, expected)
+    yield from watch.steps(WARM_UP)
+    after = yield from watch.steps(MEASURED)
+    was_s, noise_s, now_s, other_noise_s = largest(group, [*_centre(before), *_centre(after)])
+    slower = now_s > was_s + max(noise_s, other_noise_s)
+    if slower:
+        yield from watch.settled()
+        impose(ddp, former)
+    done = "went back to the former buckets" if slower else "the tuned buckets stay"
+    logger.info("ddpopt: %s: a step took %s with the tuned ones, and %s before", done, _ms(now_s), _ms(was_s))
+
+
+def _why_not(ddp: Any) -> str:
+    """Why steps cannot be profiled; empty if they can."""
+    if ddp._join_config.enable:
+        return "under join() ranks may stop at any step"
+    hooked = ddp._get_ddp_logging_data().get("comm_hook") and not ddp._comm_hooks
+    return "a communication hook in C++ cannot be held back" if hooked else ""
+
+
+def _centre(steps: Sequence[float]) -> tuple[float, float]:
+    """The median, and how far it may be off by chance: half of the distance between the quartiles."""
+    low, _, high = quantiles(steps)
+    return median(steps), (high - low) / 2
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1000:.1f} ms"
+
+
+def _sizes(plan: Plan) -> str:
+    first, last = (f"{plan.buckets[place].nbytes / 2**20:.2f} MiB" for place in (0, -1))
+    return f"{len(plan.buckets)} buckets (first {first}, last {last})"

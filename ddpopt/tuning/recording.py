@@ -1,0 +1,195 @@
+"""Measuring the steps of a training: how long they take, and when each gradient is complete.
+
+What is measured is a course: a generator that yields where a step of the training must run, and that may
+change the buckets between two steps. `run` runs a course with a function for the step;
+`ddpopt.tuning.compiling` advances one at each forward of the user's own training.
+
+In profiled steps the reducer has a bucket for each gradient, and a hook that notes the time and keeps the
+bucket. When the last one is complete, all are sent, each as it would have been. So these steps train as any
+others, and no communication disturbs the computation that is measured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Generator, Sequence
+from statistics import median
+from typing import Any, TypeVar
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.futures import Future
+
+from ddpopt.ddp.fit import require_between_iterations
+from ddpopt.ddp.reducer import install, outside_dynamo
+from ddpopt.errors import UsageError
+from ddpopt.planning.bucket_rule import ParamSpec
+from ddpopt.planning.model_graphs import specs_by_id
+from ddpopt.planning.plan import Bucket, Plan
+from ddpopt.tuning.records import Gradient, Profile, conditions, largest
+
+_c10d: Any = dist  # torch does not mark its re-exports
+Value = TypeVar("Value")
+TRIES = 10
+Course = Generator[None, None, Value]
+
+
+def run(course: Course[Value], step: Callable[[], object]) -> Value:
+    """Run a course with a function that trains one step."""
+    while True:
+        try:
+            next(course)
+        except StopIteration as ended:
+            value: Value = ended.value
+            return value
+        step()
+
+
+def one_each(specs: Sequence[ParamSpec]) -> Plan:
+    """A plan whose buckets hold a gradient each."""
+    return Plan(tuple(Bucket.of(i, [spec], 0, "profiled") for i, spec in enumerate(specs)), (), ())
+
+
+def now(device: torch.device) -> Any:
+    """A point in time: an event on the current stream of a GPU, else seconds."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch types it not
+    event.record()
+    return event
+
+
+def between(begin: Any, end: Any) -> float:
+    """Seconds between two points; waits for the second on a GPU."""
+    if isinstance(begin, float):
+        return float(end - begin)
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1000
+
+
+class Watch:
+    """A DDP module in training, whose steps are measured.
+
+    Args:
+        ddp: the module.
+
+    Attributes:
+        device: of its parameters.
+    """
+
+    def __init__(self, ddp: Any) -> None:
+        self.ddp = ddp
+        self.device: torch.device = next(ddp.module.parameters()).device
+        self._forward: Any = None
+
+    def watched(self, forward: Callable[..., Any], begin: Callable[[], None]) -> Callable[..., Any]:
+        """`forward`; before each that will be synchronized `begin` is called, and its end is noted."""
+
+        @outside_dynamo
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            if not (torch.is_grad_enabled() and self.ddp.require_backward_grad_sync):
+                return forward(*args, **kwargs)
+            begin()
+            output = forward(*args, **kwargs)
+            self._forward = now(self.device)
+            return output
+
+        return watched
+
+    def steps(self, count: int) -> Course[list[float]]:
+        """Let some steps run; returns how long each took, in seconds."""
+        points = [now(self.device)]
+        for _ in range(count):
+            yield
+            points.append(now(self.device))
+        return [between(*pair) for pair in itertools.pairwise(points)]
+
+    def settled(self) -> Course[None]:
+        """Let steps run until the buckets may change; raises UsageError where they never may."""
+        for _ in range(TRIES):
+            with contextlib.suppress(UsageError):  # the user runs two forwards before one backward
+                return require_between_iterations(self.ddp)
+            yield
+        require_between_iterations(self.ddp)
+
+    def ready_order(self) -> list[ParamSpec]:
+        """The parameters in the order in which their gradients were complete in the last backward.
+
+        It is equal on all ranks, whose own orders may differ; each must call this.
+        """
+        specs = [*specs_by_id(self.ddp).values()]
+        at = largest(self.ddp.process_group, self.ddp.reducer.get_backward_stats())
+        return [specs[place] for place in sorted(range(len(specs)), key=at.__getitem__)]
+
+    def profiled(self, order: Sequence[ParamSpec], steps: int, strategy: str) -> Course[Profile]:
+        """Profile some steps, after one that is not; afterwards the reducer needs another plan.
+
+        Args:
+            order: the parameters in ready order.
+            steps: how many.
+            strategy: how the module runs.
+
+        Returns:
+            The profile of this rank: medians over the steps.
+        """
+        yield from self.settled()
+        hold = self._holding(order)
+        yield
+        points: list[tuple[Any, ...]] = []
+        while len(points) < steps:
+            hold.kept, hold.times, begin = [], [], now(self.device)  # an earlier backward may have failed
+            yield
+            if len(hold.times) == len(order):  # there was a backward
+                points.append((begin, self._forward, hold.sent, now(self.device), hold.times))
+        rows = ([(a, b), (c, d), *((b, at) for at in times)] for a, b, c, d, times in points)
+        columns = zip(*([between(*pair) for pair in row] for row in rows), strict=True)
+        forward_s, update_s, *ready = map(median, columns)
+        gradients = tuple(Gradient(spec, at) for spec, at in zip(order, ready, strict=True))
+        size = dist.get_world_size(self.ddp.process_group)
+        return Profile(gradients, forward_s, ready[-1], update_s, strategy, size, conditions())
+
+    def _holding(self, order: Sequence[ParamSpec]) -> Hold:
+        """Give the reducer a bucket for each gradient, and a hook that keeps them."""
+        hold, hooks = Hold(self.ddp, self.device, len(order)), self.ddp._comm_hooks
+        # the last of them is registered
+        with patch.object(self.ddp, "_comm_hooks", [(hold, None)] if hooks else hooks):
+            install(self.ddp, one_each(order))
+        if not hooks:
+            _c10d._register_comm_hook(self.ddp.reducer, None, hold)
+        return hold
+
+
+class Hold:
+    """The communication hook of profiled steps.
+
+    Attributes:
+        kept: the buckets of this backward so far, and what the reducer waits for.
+        times: when each bucket of the last backward was complete.
+        sent: when all were back.
+    """
+
+    def __init__(self, ddp: Any, device: torch.device, count: int) -> None:
+        self._device, self._count = device, count
+        # the module's own hook, or what the reducer does without any
+        self._hook, self._state = (ddp._comm_hooks or [(allreduce_hook, ddp.process_group)])[-1]
+        self.kept: list[tuple[Any, Future[Any]]] = []
+        self.times: list[Any] = []
+        self.sent: Any = None
+
+    def __call__(self, _: object, bucket: Any) -> Future[Any]:
+        """Keep a bucket, or after the last one send all; an error of sending is raised here."""
+        self.times.append(now(self._device))
+        future: Future[Any] = Future(devices=[self._device] if self._device.type == "cuda" else None)
+        self.kept.append((bucket, future))
+        if len(self.kept) == self._count:
+            sending = [self._hook(self._state, held) for held, _ in self.kept]
+            received = [each.wait() for each in sending]
+            self.sent = now(self._device)
+            for (_, waiting), value in zip(self.kept, received, strict=True):
+                waiting.set_result(value)
+            self.kept = []
+        return future

@@ -1,0 +1,116 @@
+"""A predicted timeline of a step: when each bucket is complete, sent and back.
+
+The model: gradients become complete at their profiled times; the link carries one bucket after another, in
+the plan's order; what was sent before a bucket has delayed the computation of its gradients by
+`Link.processor_s_per_byte`. After the last bucket the link drains, and then the optimizer runs.
+
+Not modelled: several all-reduces that share the link at the same time (the latency of a stream, which the
+link's measurement gives, contains what that saves), other traffic, a rank that is slower than the others, and
+gradients that a compiler would order differently because of the plan.
+
+Invariant: equal inputs give equal timelines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ddpopt.errors import UsageError
+from ddpopt.planning.plan import Plan
+from ddpopt.tuning.records import Link, Profile
+
+
+@dataclass(frozen=True)
+class Sent:
+    """One bucket on its way.
+
+    Attributes:
+        index: of the bucket.
+        nbytes: its size in bytes.
+        ready_s: when its last gradient is complete, in seconds after the step began, as all other times.
+        sent_s: when its all-reduce starts.
+        back_s: when its all-reduce ends.
+    """
+
+    index: int
+    nbytes: int
+    ready_s: float
+    sent_s: float
+    back_s: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A predicted step.
+
+    Attributes:
+        buckets: in the order in which they are sent.
+        forward_s: when backward begins, in seconds after the step began.
+        backward_s: when the computation of backward ends.
+        reduced_s: when the last bucket is back, and the update begins.
+        step_s: when the step ends.
+    """
+
+    buckets: tuple[Sent, ...]
+    forward_s: float
+    backward_s: float
+    reduced_s: float
+    step_s: float
+
+    @property
+    def exposed_s(self) -> float:
+        """Communication that no computation hides, in seconds."""
+        return self.reduced_s - self.backward_s
+
+
+def simulate(plan: Plan, profile: Profile, link: Link) -> Timeline:
+    """Predict a step.
+
+    Args:
+        plan: the buckets.
+        profile: of the model.
+        link: of the process group.
+
+    Returns:
+        When each bucket is complete, sent and back, and when the step ends.
+
+    Raises:
+        UsageError: the plan and the profile are of different models.
+    """
+    ready = {gradient.spec.name: gradient.ready_s for gradient in profile.gradients}
+    planned = [name for bucket in plan.buckets for name in bucket.params]
+    if sorted(planned) != sorted(ready):
+        wrong = sorted(set(planned) ^ set(ready)) or sorted({n for n in planned if planned.count(n) > 1})
+        differ = f"the plan and the profile differ in {len(wrong)} parameters, such as {wrong[0]!r}"
+        raise UsageError(f"simulate: {differ}; profile the model that the plan is for")
+    sizes = [bucket.nbytes for bucket in plan.buckets]
+    done = [max(ready[name] for name in bucket.params) for bucket in plan.buckets]
+    return timeline(sizes, done, profile, link)
+
+
+def timeline(sizes: Sequence[int], done: Sequence[float], profile: Profile, link: Link) -> Timeline:
+    """Predict a step from each bucket's size in bytes and the time in backward at which it is complete."""
+    free = latest = before = 0.0
+    computed, begin = profile.backward_s, profile.forward_s
+    found: list[Sent] = []
+    for index, (nbytes, complete) in enumerate(zip(sizes, done, strict=True)):
+        latest = max(latest, complete)
+        start = max(free, latest + before * link.processor_s_per_byte)
+        free = start + link.cost_s(nbytes)
+        computed = _delayed(computed, start, free, nbytes * link.processor_s_per_byte)
+        # what is sent before a bucket, but after its gradients are complete, does not delay it
+        ready = min(start, latest + before * link.processor_s_per_byte)
+        found.append(Sent(index, nbytes, begin + ready, begin + start, begin + free))
+        before += nbytes
+    reduced = max(computed, free + link.drain_s if sizes else 0.0)
+    ends = begin + computed, begin + reduced, begin + reduced + profile.update_s
+    return Timeline(tuple(found), begin, *ends)
+
+
+def _delayed(computed: float, start: float, end: float, work: float) -> float:
+    """When computation ends, not at `computed`, if sending from `start` to `end` takes `work` from it."""
+    if computed <= start or end <= start:
+        return computed
+    slowed = min(work / (end - start), 0.99)
+    return min(start + (computed - start) / (1 - slowed), computed + work)

@@ -1,0 +1,149 @@
+"""Tuning on several ranks: eager DDP's gradients in every step, and one plan on all ranks."""
+
+import itertools
+import json
+import logging
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+import ddpopt
+from ddpopt.cases.case import Case
+from ddpopt.ddp.impose import imposed_plan
+from ddpopt.planning.model_graphs import specs_by_id
+from ddpopt.planning.plan import Plan
+from ddpopt.ranks import pool
+from ddpopt.ranks.failures import RanksFailed
+from ddpopt.ranks.group import Ranks
+from ddpopt.tuning import compiling
+from ddpopt.tuning.comparing import WARM_UP, tuned_on
+from ddpopt.tuning.measure_link import SIZES
+from ddpopt.tuning.recording import one_each
+from ddpopt.tuning.records import Gradient, Link, Profile
+from ddpopt.tuning.tune import tune
+from tests.multigpu.models import arbitrary_plan
+from tests.multigpu.test_impose import raised, wanted_of, watch
+from tests.multigpu.training import SETTINGS, Buckets, alike, build, train
+
+LINK = Link(1e-4, 1e-9, 0.0, 0.0, 0.0, "gloo", 2, {})
+SLOWER = ("default", "unused somewhere", "one backward")
+TUNED = (*SLOWER, "static graph", "bucket view", "accumulation")
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", TUNED)
+def test_while_a_model_is_tuned_and_after_it_went_back_its_gradients_are_those_of_ddp(
+    ranks: Ranks, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "ddpopt")
+    slower = name in SLOWER  # than before, beyond noise
+    times = iter([(2.0, 0.5), (2.6 if slower else 2.4, 0.5)])
+    setting = SETTINGS[name]
+    eager, tuned = (build(setting, ranks) for _ in range(2))
+    if name == "default":
+        for each in (eager, tuned):
+            each.register_comm_hook(None, allreduce_hook)
+    order = [*reversed([*specs_by_id(tuned).values()])]
+    chosen: dict[str, Any] = {"WARM_UP": 2, "PROFILED": 2, "MEASURED": 3, "WORTH_IT": float("inf")}
+    chosen |= {"_centre": lambda _: next(times), "tune": lambda *_: one_each(order)}
+    for key, value in chosen.items():
+        monkeypatch.setattr(compiling, key, value)
+    model = ddpopt.compile(tuned, backend="aot_eager", buckets="auto")
+    equal, plans = [], []
+    for _ in range(5):
+        equal.append(alike(ranks, train(model, setting, ranks, []), train(eager, setting, ranks, [])))
+        plans.append(imposed_plan(tuned))
+    said = [message for message in caplog.messages if "tuned" in message]
+    assert equal == [True] * 5
+    assert plans[2] == one_each(order)
+    assert plans[4] == (plans[0] if slower else one_each(order))
+    assert said[0].startswith("ddpopt: tuned to 11 buckets (first 0.00 MiB, last 0.00 MiB), from ")
+    end, took = ("went back to the former", "2600.0") if slower else ("the tuned", "2400.0")
+    end += " buckets" if slower else " buckets stay"
+    assert said[1:] == [f"ddpopt: {end}: a step took {took} ms with the tuned ones, and 2000.0 ms before"]
+
+
+def test_a_plan_in_a_file_is_imposed_if_each_rank_has_it(ranks: Ranks, tmp_path: Path) -> None:
+    setting = SETTINGS["default"]
+    eager, ddp, other = (build(setting, ranks) for _ in range(3))
+    plan = arbitrary_plan(ddp, 1)
+    file = tmp_path / f"plan{ranks.rank}.json"
+    file.write_text(json.dumps({**json.loads(plan.to_json()), "link": {}}))
+    seen: list[Buckets] = []
+    watch(ddp, seen)
+    model = ddpopt.compile(ddp, backend="aot_eager", plan=file)
+    equal = alike(ranks, train(model, setting, ranks, seen), train(eager, setting, ranks, []))
+    assert (equal, seen) == (True, [wanted_of(plan)] * len(seen))
+    absent = tmp_path / "absent.json"
+    kind, said, _ = raised(lambda: ddpopt.compile(other, plan=absent if ranks.rank == 1 else file))
+    assert kind == ("UsageError" if ranks.rank == 1 else "PlanMismatchError")
+    assert "plan: cannot read" in said
+    assert imposed_plan(other) is None
+
+
+def test_ranks_whose_profiles_differ_choose_one_plan(ranks: Ranks) -> None:
+    specs = [*specs_by_id(build(SETTINGS["default"], ranks)).values()]
+    own = specs[ranks.rank :] + specs[: ranks.rank]
+    gradients = tuple(Gradient(spec, (1 + ranks.rank) * place * 1e-4) for place, spec in enumerate(own))
+    profile = Profile(gradients, 0.1 * ranks.rank, 1e-3, 0.0, "eager", ranks.size, {})
+    assert dist.group.WORLD is not None
+    agreed = profile.slowest(dist.group.WORLD)
+    plans = ranks.gather((agreed, tune(agreed, LINK)))
+    assert plans == [plans[0]] * ranks.size
+    last = agreed.gradients[-1].ready_s
+    assert (agreed.forward_s, last) == (0.1 * (ranks.size - 1), ranks.size * 1e-4 * (len(own) - 1))
+
+
+def case() -> Case:
+    layers, inputs = (
+        nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))),
+        ((torch.ones(2, 8),), dict[str, Any]()),
+    )
+    return Case("small", lambda: layers, lambda *_: inputs, "", ddp_kwargs={"bucket_cap_mb": 0})
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("strategy", ["inline", "split", "eager"])
+def test_what_is_found_is_a_table_and_a_file_to_use_again(ranks: Ranks, strategy: str) -> None:
+    tuned = tuned_on(ranks, case(), (strategy, "aot_eager"), LINK if strategy == "split" else None)
+    text = tuned.to_json()
+    assert Plan.from_json(text) == tuned.rows[-1].plan
+    assert (Profile.from_json(text), Link.from_json(text)) == (tuned.profile, tuned.link)
+    assert [row.name for row in tuned.rows] == ["DDP's default", "bucket_cap_mb=0", "tuned"]
+    assert [len(row.plan.buckets) for row in tuned.rows][:2] == [1, 6]
+    assert ranks.gather(text) == [text] * ranks.size
+    assert tuned.rows[-1].plan == tune(tuned.profile, tuned.link.slower(), SIZES[-1])
+    assert [line[:24].strip() for line in str(tuned).splitlines()[4:]] == [row.name for row in tuned.rows]
+
+
+def dies_while_profiled(ranks: Ranks, folder: Path) -> None:
+    calls = itertools.count()
+
+    def loss(output: Tensor) -> Tensor:
+        if next(calls) == 2 * WARM_UP + 2 and ranks.rank == 1:
+            os._exit(7)
+        return output.mean()
+
+    try:
+        tuned_on(ranks, replace(case(), loss=loss), ("eager", None), LINK)
+    except Exception as error:
+        (folder / f"{ranks.rank}").write_text(type(error).__name__)
+        raise
+
+
+@pytest.mark.one_process
+@pytest.mark.timeout(120)
+def test_a_rank_that_dies_while_it_is_profiled_ends_the_others_with_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "PATIENCE_S", 60.0)  # so that nothing else ends them
+    with pytest.raises(RanksFailed, match=r"rank 1 .*7"):
+        pool.launch(dies_while_profiled, tmp_path, nproc=2, limit_s=100.0)
+    assert [file.read_text() for file in tmp_path.iterdir()] == ["RuntimeError"]

@@ -1,0 +1,85 @@
+"""The tuned buckets are the best ones: compared with every partition, in the simulated model."""
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddpopt.planning.bucket_rule import ParamSpec
+from ddpopt.tuning.records import Gradient, Link, Profile
+from ddpopt.tuning.simulate import timeline
+from ddpopt.tuning.tune import partition
+
+LINK = Link(1e-3, 1e-4, 0.0, 0.0, 0.0, "gloo", 2, {})
+times = st.integers(0, 40).map(lambda tenths: tenths / 10)
+
+
+@st.composite
+def gradients(draw: st.DrawFn, most: int = 14) -> list[Gradient]:
+    kinds = st.sampled_from([("float32", False), ("float32", False), ("bfloat16", False), ("float32", True)])
+    ready = sorted(draw(st.lists(times, min_size=1, max_size=most)))
+    found = []
+    for index, ready_s in enumerate(ready):
+        dtype, sparse = draw(kinds)
+        found.append(Gradient(ParamSpec(f"p{index}", draw(st.integers(1, 5)), dtype, "cpu", sparse), ready_s))
+    return found
+
+
+links = st.builds(
+    lambda a, b, c: Link(a, b, 0.0, c, 0.0, "gloo", 2, {}),
+    times.map(lambda t: t / 4),
+    times.map(lambda t: t / 8),
+    times.map(lambda t: t / 20),
+)
+
+
+def end_of(buckets: Sequence[Sequence[Gradient]], link: Link) -> float:
+    sizes = [sum(g.spec.nbytes for g in bucket) for bucket in buckets]
+    done = [max(g.ready_s for g in bucket) for bucket in buckets]
+    return timeline(sizes, done, Profile((), 0.0, 0.0, 0.0, "eager", 2, {}), link).reduced_s
+
+
+def every_end(gradients: Sequence[Gradient], link: Link, most: float) -> list[tuple[float, int]]:
+    """When the last bucket is back, and how many there are, for every partition of the gradients.
+
+    Contiguous in each class, in the order of the last gradients.
+    """
+    classes: dict[object, list[tuple[int, Gradient]]] = {}
+    for place, g in enumerate(gradients):
+        classes.setdefault((g.spec.dtype, place if g.spec.sparse else None), []).append((place, g))
+    found: list[tuple[float, int]] = []
+
+    def send(rest: list[list[tuple[int, Gradient]]], last: int, free: float, sent: int, count: int) -> None:
+        if not any(rest):
+            found.append((free, count))
+        for index, own in enumerate(rest):
+            nbytes = 0
+            for taken, (place, g) in enumerate(own, start=1):
+                nbytes += g.spec.nbytes
+                if place > last and (taken == 1 or nbytes <= most):
+                    start = max(free, g.ready_s + sent * link.processor_s_per_byte)
+                    left = [*rest[:index], own[taken:], *rest[index + 1 :]]
+                    send(left, place, start + link.cost_s(nbytes), sent + nbytes, count + 1)
+
+    send([*classes.values()], -1, 0.0, 0, 0)
+    return found
+
+
+@given(gradients(), links, st.sampled_from([None, 4, 9]))
+def test_no_partition_ends_earlier_or_equally_early_with_fewer_buckets(
+    drawn: list[Gradient], link: Link, most: int | None
+) -> None:
+    tuned = partition(drawn, link, most)
+    assert sorted(g.spec.name for b in tuned for g in b) == sorted(g.spec.name for g in drawn)
+    every = every_end(drawn, link, most or float("inf"))
+    best = min(end for end, _ in every)
+    assert end_of(tuned, link) == pytest.approx(best, rel=1e-8, abs=1e-12)
+    assert len(tuned) == min(count for end, count in every if end <= best * (1 + 1e-10) + 1e-12)
+
+
+def test_5000_gradients_of_two_dtypes_need_no_more_steps_than_the_limit() -> None:
+    specs = [ParamSpec(f"p{n}", 1 + n % 7, "bfloat16" if n % 3 else "float32", "cpu") for n in range(5000)]
+    tuned = partition([Gradient(spec, n * 1e-3) for n, spec in enumerate(specs)], LINK)
+    assert sorted(g.spec.name for b in tuned for g in b) == sorted(spec.name for spec in specs)
+    assert all(len({g.spec.dtype for g in bucket}) == 1 for bucket in tuned)
