@@ -52,6 +52,12 @@ Json = Annotated[
         "--json", metavar="FILE", help="Write JSON to FILE; '-' writes it to stdout instead of the text."
     ),
 ]
+Profile = Annotated[
+    str | None, typer.Option(metavar="FILE", help="A profile: show the step that it predicts.")
+]
+Link = Annotated[
+    str | None, typer.Option(metavar="FILE", help="What sending costs; by default as the profile's file says.")
+]
 Reports = Annotated[
     list[str] | None,
     typer.Option(
