@@ -8,6 +8,7 @@ import argparse
 import time
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,9 +29,8 @@ def profiled(model: nn.Module, inputs: torch.Tensor, steps: int = 5) -> Profile:
     at: dict[str, list[float]] = {name: [] for name, _ in model.named_parameters()}
     marks = []
     for name, parameter in model.named_parameters():
-        parameter.register_post_accumulate_grad_hook(
-            lambda _, name=name: at[name].append(time.perf_counter())
-        )
+        hook: Any = parameter.register_post_accumulate_grad_hook
+        hook(lambda _, name=name: at[name].append(time.perf_counter()))
     for _ in range(steps + 1):
         begin = time.perf_counter()
         loss = model(inputs).square().mean()

@@ -107,7 +107,7 @@ def explain(
     target: given.Target,
     ddp: given.Ddp = None,
     profile: given.Profile = None,
-    link: given.Link = None,
+    link: given.LinkFile = None,
     json: given.Json = None,
 ) -> None:
     """Show ddpopt's plan, DDP's own buckets, and what torch's DDPOptimizer does.

@@ -46,5 +46,5 @@ def record(step: Callable[[], object], buckets: Sequence[ObservedBucket]) -> Tim
     nodes = spans("autograd::engine::evaluate_function") or [(last, last)]
     computed = max(end for _, end in nodes)
     back = max([computed, *(bucket.back_s for bucket in sent)])
-    updates = [begin for begin, _ in spans(r"Optimizer\.step#")]
+    updates = [begin for begin, _ in spans(r"Optimizer\.step#") if begin >= computed]
     return Timeline(tuple(sent), nodes[0][0], computed, min(updates, default=back), last)

@@ -29,7 +29,7 @@ LEGEND = "f forward, b backward, . waiting, u update; - complete, = sent while b
 
 
 @dataclass(frozen=True)
-class Span:
+class Period:
     """A span of time in a picture. Times are in seconds after the step began.
 
     Attributes:
@@ -64,25 +64,25 @@ def ms(seconds: float) -> str:
     return f"{seconds * 1000:,.1f} ms"
 
 
-def spans(timeline: Timeline) -> list[Span]:
+def spans(timeline: Timeline) -> list[Period]:
     """What a step computes, fills and sends; each row is in order of time."""
     ends = (0.0, timeline.forward_s, timeline.backward_s, timeline.reduced_s, timeline.step_s)
     phases = zip(MARKS, pairwise(ends), strict=True)
-    found = [Span("compute", name, begin, end, end) for name, (begin, end) in phases if begin < end]
+    found = [Period("compute", name, begin, end, end) for name, (begin, end) in phases if begin < end]
     filled, back = timeline.forward_s, timeline.backward_s
     for sent in timeline.buckets:
         begin, filled, back = filled, max(filled, sent.ready_s), max(back, sent.back_s)
         name, hidden = f"bucket {sent.index}", min(max(sent.sent_s, timeline.backward_s), sent.back_s)
-        found.append(Span("buckets", name, begin, filled, filled, sent))
-        found.append(Span("network", name, sent.sent_s, sent.back_s, hidden, sent))
+        found.append(Period("buckets", name, begin, filled, filled, sent))
+        found.append(Period("network", name, sent.sent_s, sent.back_s, hidden, sent))
     if timeline.buckets and back < timeline.reduced_s:
-        found.append(Span("network", "end of sending", back, timeline.reduced_s, back))
+        found.append(Period("network", "end of sending", back, timeline.reduced_s, back))
     return found
 
 
-def lanes(timeline: Timeline, row: str) -> list[list[Span]]:
+def lanes(timeline: Timeline, row: str) -> list[list[Period]]:
     """The spans of a row in as few lists as possible, none of which has two that overlap."""
-    found: list[list[Span]] = []
+    found: list[list[Period]] = []
     own = [span for span in spans(timeline) if span.row == row]
     for span in sorted(own, key=lambda span: span.begin_s):
         free = next((lane for lane in found if lane[-1].end_s <= span.begin_s), None)

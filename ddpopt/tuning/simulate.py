@@ -4,15 +4,15 @@ The model: gradients become complete at their profiled times; the link carries o
 the plan's order; what was sent before a bucket has delayed the computation of its gradients by
 `Link.processor_s_per_byte`. After the last bucket the link drains, and then the optimizer runs.
 
-The reducer's copies, into the buckets and back, are in the times of the profile, whose buckets hold a gradient
-each; that fewer and larger copies take less time is not modelled.
+The reducer's copies, into the buckets and back, are in the times of the profile, whose buckets hold one
+gradient each; that fewer and larger copies take less time is not modelled.
 
 Nor are several all-reduces that share the link at the same time (the latency of a stream, which the link's
-measurement gives, contains what that saves); other traffic, such as DDP's broadcast of buffers or a model's own
-collectives; a rank that is slower than the others, or that starts later; gradients that a compiler would order
-differently because of the plan; and an optimizer that begins before the last bucket is back. A bucket that is
-complete only after others were sent counts as delayed by all of their bytes, even if some were sent when nothing
-was left to compute.
+measurement gives, contains what that saves); other traffic, such as DDP's broadcast of buffers or a model's
+own collectives; a rank that is slower than the others, or that starts later; gradients that a compiler would
+order differently because of the plan; and an optimizer that begins before the last bucket is back. A bucket
+counts as delayed by all bytes that were sent before it, even by those that were sent while nothing was
+computed.
 
 Invariant: equal inputs give equal timelines.
 """

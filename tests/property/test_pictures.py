@@ -4,6 +4,7 @@ import json
 import os
 import re
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -26,7 +27,7 @@ from tests.property.test_tuning import gradients, links, times
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-def step_of(groups: list[list[Gradient]], profile: Profile, link: Link) -> Timeline:
+def step_of(groups: Sequence[Sequence[Gradient]], profile: Profile, link: Link) -> Timeline:
     sizes = [sum(g.spec.nbytes for g in group) for group in groups]
     return timeline(sizes, [max(g.ready_s for g in group) for group in groups], profile, link)
 
@@ -109,8 +110,8 @@ def test_a_tuned_step_on_more_ranks_takes_no_less(drawn: list[Gradient], link: L
 
 
 def test_the_picture_of_the_page_is_what_the_code_draws() -> None:
-    stored = json.loads((DOCS / "data/tuning.json").read_text())
-    profile, link = (kind.from_json(json.dumps(stored[kind.__name__.lower()])) for kind in (Profile, Link))
+    stored = (DOCS / "data/tuning.json").read_text()
+    profile, link = Profile.from_json(stored), Link.from_json(stored)
     shown, specs = {}, [gradient.spec for gradient in profile.gradients]
     for cap in (25, 3):
         buckets = rebuilt_buckets(specs, BucketConfig.from_kwargs(bucket_cap_mb=cap))

@@ -162,11 +162,11 @@ def test_a_profile_adds_the_step_that_it_predicts(tmp_path: Path) -> None:
     assert_expected_inline(
         str(shown).removeprefix(f"{explanation}\n\n"),
         """\
-Step 490.0 ms; communication that nothing hides: 0.0 ms
-compute     fffffffffbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbuuuuuu
-network                    ==                     =====
+Step 488.5 ms; communication that nothing hides: 38.5 ms
+compute     fffffffffbbbbbbbbbbbbbbbbbbbbbbbbbbbbb....uuuuuu
+network                    ==                     #####
 bucket 0                   ==
-bucket 1                                          =====
+bucket 1                                          #####
 f forward, b backward, . waiting, u update; - complete, =
 sent while backward computes, # exposed""",
     )

@@ -312,9 +312,14 @@ def test_what_happens_after_the_block_is_not_recorded_and_an_observation_is_used
 
 def test_a_recorded_step_has_the_reducers_buckets_in_the_order_of_time() -> None:
     ddp = pair()
-    update = torch.optim.SGD(ddp.parameters()).step
+    optimizer = torch.optim.SGD(ddp.parameters())
+
+    def train() -> None:
+        step(ddp)
+        optimizer.step()
+
     for _ in range(3):  # until the buckets are rebuilt
-        seen = record(lambda: (step(ddp), update()), running_buckets(ddp))
+        seen = record(train, running_buckets(ddp))
     buckets = [(b.index, b.nbytes, b.params) for b in running_buckets(ddp)]
     assert [(b.index, b.nbytes, b.params) for b in seen.buckets] == buckets
     at = [(seen.forward_s, b.ready_s, b.sent_s, b.back_s, seen.reduced_s) for b in seen.buckets]
