@@ -61,7 +61,8 @@ def main() -> None:
     layer = nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, batch_first=True)
     model, inputs = nn.TransformerEncoder(layer, 6), torch.randn(2, 64, 256)
     profile = profiled(model, inputs)
-    plans = {f"cap {cap} MiB": ddpopt.plan(model, inputs, bucket_cap_mb=cap) for cap in (25, 3)}
+    plans = {"DDP's default": ddpopt.plan(model, inputs)}
+    plans["bucket_cap_mb=3"] = ddpopt.plan(model, inputs, bucket_cap_mb=3)
     plans["tuned"] = tune(profile, link)
     steps = {name: simulate(plan, profile, link) for name, plan in plans.items()}
     table, _ = scale.report(profile, link, "8,64,512")
