@@ -18,10 +18,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from ddpopt.tuning.simulate import Sent, Timeline
 
 ROWS = ("compute", "buckets", "network")
-COLUMNS = 60
-"""Width of the text."""
-LABELS = 12
-"""Columns of the text that name a row."""
+COLUMNS, LABELS = 60, 12
+"""Widths of the text, and of the names of its rows."""
 ENDS = 6
 """So many of the first and of the last buckets have a row of the text."""
 MARKS = {"forward": "f", "backward": "b", "waiting": ".", "update": "u"}
