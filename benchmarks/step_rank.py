@@ -19,10 +19,12 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.devices import CPU, CUDA, device_of, elapsed, elapsed_together, larger_of_both, now
 from benchmarks.step_modes import EAGER, MODES, TORCH, WHOLE, Mode
-from benchmarks.step_trace import Trace, exposed_share, record
+from benchmarks.step_trace import exposed_share
 from benchmarks.step_workloads import WORKLOADS
 from ddpopt.observation.reducer_buckets import running_buckets
 from ddpopt.ranks.group import Ranks
+from ddpopt.tuning.observed import record
+from ddpopt.tuning.simulate import Timeline
 
 STEPS_TO_COMPILE = 3
 STEPS_A_TURN = 2
@@ -136,14 +138,14 @@ def _timed(
     return steps, measured
 
 
-def _traced(modes: Mapping[str, Mode], rounds: int) -> dict[str, list[Trace]]:
+def _traced(modes: Mapping[str, Mode], rounds: int) -> dict[str, list[Timeline]]:
     """One traced step of each mode per round, modes in turn."""
-    traces: dict[str, list[Trace]] = {name: [] for name in modes}
+    traces: dict[str, list[Timeline]] = {name: [] for name in modes}
     for _ in range(rounds):
         for name, mode in modes.items():
             mode.step()
             dist.barrier()
-            traces[name].append(record(mode.forward, mode.backward, mode.update))
+            traces[name].append(record(mode.step, running_buckets(mode.ddp)))
     return traces
 
 

@@ -103,7 +103,13 @@ def _options(
 
 
 @app.command(cls=_Command, short_help="Show the plan, DDP's own buckets, and torch's DDPOptimizer.")
-def explain(target: given.Target, ddp: given.Ddp = None, json: given.Json = None) -> None:
+def explain(
+    target: given.Target,
+    ddp: given.Ddp = None,
+    profile: given.Profile = None,
+    link: given.LinkFile = None,
+    json: given.Json = None,
+) -> None:
     """Show ddpopt's plan, DDP's own buckets, and what torch's DDPOptimizer does.
 
     Nothing is trained: no process group and no GPU is needed.
@@ -111,7 +117,7 @@ def explain(target: given.Target, ddp: given.Ddp = None, json: given.Json = None
     from ddpopt.explanation.explain import explain_case
 
     case = _case(target, ddp)
-    explanation = explain_case(case, case.ddp_kwargs)
+    explanation = explain_case(case, case.ddp_kwargs).predicted(profile, link)
     show(str(explanation), explanation.to_json(), json)
 
 

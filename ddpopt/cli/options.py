@@ -52,6 +52,9 @@ Json = Annotated[
         "--json", metavar="FILE", help="Write JSON to FILE; '-' writes it to stdout instead of the text."
     ),
 ]
+Profile = Annotated[
+    str | None, typer.Option(metavar="FILE", help="A profile: show the step that it predicts.")
+]
 Reports = Annotated[
     list[str] | None,
     typer.Option(
@@ -96,7 +99,9 @@ Locate = Annotated[
     bool, typer.Option(help="If something is wrong, find out where, and write ddpopt_reproduction.py.")
 ]
 TunedMode = Annotated[str, typer.Option("--mode", help="ddpopt-inline, ddpopt-split or eager.")]
-LinkFile = Annotated[str | None, typer.Option("--link", metavar="FILE", help="Link; by default measured.")]
+LinkFile = Annotated[
+    str | None, typer.Option("--link", metavar="FILE", help="Link; by default measured, or the profile's.")
+]
 BaselineFile = Annotated[str, typer.Option("--baseline", metavar="FILE", help="Baseline to compare with.")]
 Update = Annotated[
     bool, typer.Option("--update", help="Write what changed, and the options given, to the baseline.")

@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass, replace
 from ddpopt.explanation.tables import MIB, Column, Noted, mib, names, numbers, paragraph, table
 from ddpopt.planning.limits import BucketConfig
 from ddpopt.planning.plan import Plan
+from ddpopt.tuning.pictures import text
+from ddpopt.tuning.simulate import Timeline, simulate_files
 
 FORMAT = 1
 TORCH = "torch's DDPOptimizer"
@@ -138,6 +140,7 @@ class Explanation:
         inline: whether the plan's graphs stay whole, and gradients leave from inside their backward.
         ddp: DDP's own buckets in eager training.
         torch: torch's DDPOptimizer.
+        timeline: the step that is predicted from a profile, if there is one.
     """
 
     model: str
@@ -146,10 +149,16 @@ class Explanation:
     inline: bool
     ddp: OwnBuckets
     torch: TorchSplit
+    timeline: Timeline | None = None
 
     def __str__(self) -> str:
         parts = [_title(self), _summary(self), *_plan(self.plan, inline=self.inline), *_ddp(self.ddp)]
-        return "\n\n".join([*parts, *_torch(self.torch)])
+        step = [text(self.timeline)] if self.timeline else []
+        return "\n\n".join([*parts, *_torch(self.torch), *step])
+
+    def predicted(self, profile: str | None, link: str | None = None) -> "Explanation":
+        """Add the step that a file with a profile predicts, if there is one (`simulate_files`)."""
+        return replace(self, timeline=simulate_files(self.plan, profile, link)) if profile else self
 
     @property
     def plan_tally(self) -> Tally:
@@ -184,6 +193,7 @@ class Explanation:
             "inline": self.inline,
             "ddp": asdict(self.ddp),
             "torch": asdict(self.torch),
+            "timeline": self.timeline and asdict(self.timeline),
         }
         return json.dumps(document, indent=2)
 

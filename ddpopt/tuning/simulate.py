@@ -4,9 +4,15 @@ The model: gradients become complete at their profiled times; the link carries o
 the plan's order; what was sent before a bucket has delayed the computation of its gradients by
 `Link.processor_s_per_byte`. After the last bucket the link drains, and then the optimizer runs.
 
-Not modelled: several all-reduces that share the link at the same time (the latency of a stream, which the
-link's measurement gives, contains what that saves), other traffic, a rank that is slower than the others, and
-gradients that a compiler would order differently because of the plan.
+The reducer's copies, into the buckets and back, are in the times of the profile, whose buckets hold one
+gradient each; that fewer and larger copies take less time is not modelled.
+
+Nor are several all-reduces that share the link at the same time (the latency of a stream, which the link's
+measurement gives, contains what that saves); other traffic, such as DDP's broadcast of buffers or a model's
+own collectives; a rank that is slower than the others, or that starts later; gradients that a compiler would
+order differently because of the plan; and an optimizer that begins before the last bucket is back. A bucket
+counts as delayed by all bytes that were sent before it, even by those that were sent while nothing was
+computed.
 
 Invariant: equal inputs give equal timelines.
 """
@@ -14,7 +20,8 @@ Invariant: equal inputs give equal timelines.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from ddpopt.errors import UsageError
 from ddpopt.planning.plan import Plan
@@ -31,6 +38,7 @@ class Sent:
         ready_s: when its last gradient is complete, in seconds after the step began, as all other times.
         sent_s: when its all-reduce starts.
         back_s: when its all-reduce ends.
+        params: its parameters' names, if known.
     """
 
     index: int
@@ -38,6 +46,7 @@ class Sent:
     ready_s: float
     sent_s: float
     back_s: float
+    params: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -86,7 +95,33 @@ def simulate(plan: Plan, profile: Profile, link: Link) -> Timeline:
         raise UsageError(f"simulate: {differ}; profile the model that the plan is for")
     sizes = [bucket.nbytes for bucket in plan.buckets]
     done = [max(ready[name] for name in bucket.params) for bucket in plan.buckets]
-    return timeline(sizes, done, profile, link)
+    found = timeline(sizes, done, profile, link)
+    named = zip(found.buckets, plan.buckets, strict=True)
+    return replace(found, buckets=tuple(replace(sent, params=bucket.params) for sent, bucket in named))
+
+
+def simulate_files(plan: Plan, profile: str, link: str | None = None) -> Timeline:
+    """Predict a step from files.
+
+    Args:
+        plan: as for `simulate`.
+        profile: a file with a profile; it may have a link too.
+        link: a file with a link. Without any link, sending takes no time.
+
+    Returns:
+        As for `simulate`.
+
+    Raises:
+        UsageError: a file cannot be read, or is of another kind or model.
+    """
+    try:
+        text = Path(profile).read_text(encoding="utf-8")
+        cost = Path(link).read_text(encoding="utf-8") if link else text
+    except (OSError, ValueError) as error:
+        raise UsageError(f"expected a file with a profile, and one with a link: {error}") from error
+    known = link or '"ddpopt_link"' in text
+    found = Link.from_json(cost) if known else Link(0.0, 0.0, 0.0, 0.0, 0.0, "", 0, {})
+    return simulate(plan, Profile.from_json(text), found)
 
 
 def timeline(sizes: Sequence[int], done: Sequence[float], profile: Profile, link: Link) -> Timeline:

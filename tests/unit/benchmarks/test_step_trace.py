@@ -2,7 +2,8 @@
 
 import pytest
 
-from benchmarks.step_trace import Span, Trace, exposed_share
+from benchmarks.step_trace import Span, exposed_share
+from ddpopt.tuning.simulate import Sent, Timeline
 
 
 @pytest.mark.parametrize(
@@ -17,5 +18,5 @@ from benchmarks.step_trace import Span, Trace, exposed_share
 def test_what_is_sent_after_computing_ended_at_5_is_exposed(
     transfers: tuple[Span, ...], share: float
 ) -> None:
-    trace = Trace((0.0, 2.0), (2.0, 9.0), 5.0, (9.0, 10.0), (3.0, 5.0), transfers)
-    assert exposed_share(trace) == share
+    buckets = [Sent(index, 0, span[0], *span) for index, span in enumerate(transfers)]
+    assert exposed_share(Timeline(tuple(buckets), 2.0, 5.0, 9.0, 10.0)) == share

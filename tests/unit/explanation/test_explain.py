@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,9 +11,13 @@ from torch import nn
 
 from ddpopt.cases.case import Case
 from ddpopt.cases.corpus.parameters import MixedDtypes
+from ddpopt.errors import UsageError
 from ddpopt.explanation.explain import explain, explain_case
 from ddpopt.explanation.result import Tally
+from ddpopt.planning.bucket_rule import ParamSpec
 from ddpopt.planning.plan import Plan
+from ddpopt.tuning.records import Gradient, Link, Profile
+from ddpopt.tuning.simulate import simulate
 from tests.unit.rehearsing import Linears, explained, params, rows
 
 TWO = Tally(2, 2, 0, 1, 0, 0)
@@ -144,6 +149,30 @@ def test_json_holds_the_plan_and_all_else_that_is_shown() -> None:
     }
     assert [tuple(b["params"]) for b in document["ddp"]["buckets"]] == params(explanation.ddp.buckets)
     assert [b["segments"] for b in document["torch"]["buckets"]][:2] == [[7], [6, 7]]
+
+
+def test_a_profile_adds_the_step_that_it_predicts(tmp_path: Path) -> None:
+    explanation, link = explained("keyword"), Link(0.001, 1e-8, 0.002, 0.0, 0.0, "gloo", 2, {})
+    specs = [ParamSpec(n, 4, "float32", "cpu") for b in explanation.plan.buckets for n in b.params]
+    ready = tuple(Gradient(spec, 0.02 * place) for place, spec in enumerate(specs))
+    profile = Profile(ready, 0.1, 0.3, 0.05, "eager", 2, {})
+    for record in (profile, link):
+        (tmp_path / type(record).__name__).write_text(record.to_json())
+    shown = explanation.predicted(str(tmp_path / "Profile"), str(tmp_path / "Link"))
+    assert_expected_inline(
+        str(shown).removeprefix(f"{explanation}\n\n"),
+        """\
+Step 488.5 ms; communication that nothing hides: 38.5 ms
+compute     fffffffffbbbbbbbbbbbbbbbbbbbbbbbbbbbbb....uuuuuu
+network                    ==                     #####
+bucket 0                   ==
+bucket 1                                          #####
+f forward, b backward, . waiting, u update; - complete, =
+sent while backward computes, # exposed""",
+    )
+    assert json.loads(shown.to_json())["timeline"]["step_s"] == simulate(shown.plan, profile, link).step_s
+    with pytest.raises(UsageError, match=r"^expected a file with a profile.*absent"):
+        explanation.predicted("absent")
 
 
 def test_a_case_that_draws_its_weights_leaves_the_callers_generator_alone() -> None:

@@ -16,8 +16,10 @@ from torch.utils.checkpoint import checkpoint
 from ddpopt.ddp.impose import impose
 from ddpopt.errors import UsageError
 from ddpopt.observation.observe import Observation, observe
+from ddpopt.observation.reducer_buckets import running_buckets
 from ddpopt.planning.bucket_rule import specs_from_ddp
 from ddpopt.planning.plan import Plan
+from ddpopt.tuning.observed import record
 from tests.multigpu.models import arbitrary_plan, changing, plan_of
 from tests.unit.tracing import Recorder
 
@@ -306,3 +308,21 @@ def test_what_happens_after_the_block_is_not_recorded_and_an_observation_is_used
     assert shown(seen) == before
     with pytest.raises(UsageError, match="already used"), seen:
         pass
+
+
+def test_a_recorded_step_has_the_reducers_buckets_in_the_order_of_time() -> None:
+    ddp = pair()
+    optimizer = torch.optim.SGD(ddp.parameters())
+
+    def train() -> None:
+        step(ddp)
+        optimizer.step()
+
+    for _ in range(3):  # until the buckets are rebuilt
+        seen = record(train, running_buckets(ddp))
+    buckets = [(b.index, b.nbytes, b.params) for b in running_buckets(ddp)]
+    assert [(b.index, b.nbytes, b.params) for b in seen.buckets] == buckets
+    at = [(seen.forward_s, b.ready_s, b.sent_s, b.back_s, seen.reduced_s) for b in seen.buckets]
+    assert len(at) > 1
+    assert all(list(each) == sorted(each) for each in [*at, *zip(*at, strict=True)])
+    assert 0 < seen.forward_s < seen.backward_s < seen.reduced_s < seen.step_s

@@ -1,0 +1,189 @@
+"""Pictures of steps, predicted or observed: a trace that Perfetto opens, an SVG, a page with it, and text.
+
+All are drawn from the same spans of time; the templates `figure.svg.jinja` and `page.html.jinja` have sizes
+and colors. Invariant: a picture shows the times of its timelines, loads nothing, and escapes every name.
+"""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from ddpopt.tuning.simulate import Sent, Timeline
+
+ROWS = ("compute", "buckets", "network")
+COLUMNS, LABELS = 60, 12
+"""Widths of the text, and of the names of its rows."""
+ENDS = 6
+"""So many of the first and of the last buckets have a row of the text."""
+MARKS = {"forward": "f", "backward": "b", "waiting": ".", "update": "u"}
+LEGEND = "f forward, b backward, . waiting, u update; - complete, = sent while backward computes, # exposed"
+
+
+@dataclass(frozen=True)
+class Period:
+    """A span of time in a picture. Times are in seconds after the step began.
+
+    Attributes:
+        row: one of `ROWS`.
+        name: ``"forward"``, ``"backward"``, ``"waiting"`` (for the network) or ``"update"`` in the row of
+            computation; ``"bucket 0"``, … until it is complete, and while it is sent; ``"end of sending"``.
+        begin_s: when it begins.
+        end_s: when it ends.
+        hidden_s: until when backward's computation hides it; `end_s` if there is nothing to hide.
+        sent: the bucket, if it is of one.
+    """
+
+    row: str
+    name: str
+    begin_s: float
+    end_s: float
+    hidden_s: float
+    sent: Sent | None = None
+
+    def __str__(self) -> str:
+        size = f", {self.sent.nbytes / 2**20:.3f} MiB ({self.sent.nbytes:,} bytes)" if self.sent else ""
+        exposed = f", {ms(self.end_s - self.hidden_s)} exposed" if self.hidden_s < self.end_s else ""
+        return f"{self.name}{size}: {ms(self.begin_s)} to {ms(self.end_s)}{exposed}"
+
+
+def ms(seconds: float) -> str:
+    """A time in milliseconds, with its unit.
+
+    >>> ms(1.23456)
+    '1,234.6 ms'
+    """
+    return f"{seconds * 1000:,.1f} ms"
+
+
+def spans(timeline: Timeline) -> list[Period]:
+    """What a step computes, fills and sends; each row is in order of time."""
+    ends = (0.0, timeline.forward_s, timeline.backward_s, timeline.reduced_s, timeline.step_s)
+    phases = zip(MARKS, pairwise(ends), strict=True)
+    found = [Period("compute", name, begin, end, end) for name, (begin, end) in phases if begin < end]
+    filled, back = timeline.forward_s, timeline.backward_s
+    for sent in timeline.buckets:
+        begin, filled, back = filled, max(filled, sent.ready_s), max(back, sent.back_s)
+        name, hidden = f"bucket {sent.index}", min(max(sent.sent_s, timeline.backward_s), sent.back_s)
+        found.append(Period("buckets", name, begin, filled, filled, sent))
+        found.append(Period("network", name, sent.sent_s, sent.back_s, hidden, sent))
+    if timeline.buckets and back < timeline.reduced_s:
+        found.append(Period("network", "end of sending", back, timeline.reduced_s, back))
+    return found
+
+
+def lanes(timeline: Timeline, row: str) -> list[list[Period]]:
+    """The spans of a row in as few lists as possible, none of which has two that overlap."""
+    found: list[list[Period]] = []
+    own = [span for span in spans(timeline) if span.row == row]
+    for span in sorted(own, key=lambda span: span.begin_s):
+        free = next((lane for lane in found if lane[-1].end_s <= span.begin_s), None)
+        found.append([span]) if free is None else free.append(span)
+    return found
+
+
+def chrome_trace(predicted: Timeline, observed: Sequence[Timeline] = ()) -> str:
+    """A trace in the Chrome format, for https://ui.perfetto.dev or chrome://tracing.
+
+    Args:
+        predicted: shown for each rank.
+        observed: one for each rank; empty if nothing was observed.
+
+    Returns:
+        JSON text. Each rank is a process, with a thread for each row; all-reduces that overlap have one each.
+        What nothing hides is an event ``exposed`` within that of its bucket. Times are in whole microseconds.
+    """
+    events: list[dict[str, Any]] = []
+    for rank in range(max(1, len(observed))):
+        events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
+        steps = [("predicted", predicted), *(("observed", step) for step in observed[rank : rank + 1])]
+        tracks = [(f"{of} {row}", lane) for of, step in steps for row in ROWS for lane in lanes(step, row)]
+        for track, (title, lane) in enumerate(tracks, 1):
+            on = {"pid": rank, "tid": track}
+            events.append({"ph": "M", "name": "thread_name", "args": {"name": title}, **on})
+            events.append({"ph": "M", "name": "thread_sort_index", "args": {"sort_index": track}, **on})
+            for span in lane:
+                parts = [(span.name, span.begin_s), ("exposed", span.hidden_s)]
+                for name, begin_s in parts if span.hidden_s < span.end_s else parts[:1]:
+                    begin, end = round(begin_s * 1e6), round(span.end_s * 1e6)
+                    about = asdict(span.sent) if span.sent else {}
+                    events.append(
+                        {"ph": "X", "name": name, "ts": begin, "dur": end - begin, "args": about, **on}
+                    )
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+
+
+def svg(timelines: Mapping[str, Timeline]) -> str:
+    """Timelines on one axis, as an SVG that follows the theme of the reader's system.
+
+    Args:
+        timelines: from top to bottom, by what they show, for instance ``"tuned"``.
+
+    Returns:
+        A whole SVG document, which loads nothing.
+    """
+    longest_s = max((timeline.step_s for timeline in timelines.values()), default=0.0) or 1.0
+    ticks = [digit * 10.0**power for power in range(-9, 12) for digit in (1, 2, 5)]
+    apart_s = next(tick for tick in ticks if longest_s <= 10 * tick)
+    scale = {"longest_s": longest_s, "apart_s": apart_s}
+    return _rendered("figure.svg.jinja", timelines=timelines, lanes=lanes, ms=ms, **scale)
+
+
+def page(title: str, timelines: Mapping[str, Timeline], words: str = "") -> str:
+    """A page with the picture of `svg`.
+
+    Args:
+        title: of the page.
+        timelines: as for `svg`.
+        words: shown below the picture, such as a table.
+
+    Returns:
+        A whole HTML document in UTF-8, well-formed as XML, which loads nothing and has no script.
+    """
+    return _rendered("page.html.jinja", title=title, figure=svg(timelines), words=words)
+
+
+def _rendered(template: str, **names: object) -> str:
+    loader = PackageLoader("ddpopt", "tuning")
+    environment = Environment(
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.get_template(template).render(**names)
+
+
+def text(timeline: Timeline) -> str:
+    """A timeline in ASCII, at most `COLUMNS` wide: computation, network, and the buckets.
+
+    Args:
+        timeline: what to show.
+
+    Returns:
+        Lines, the last one without a newline. What is shorter than a column fills one.
+    """
+    rows: dict[str, list[tuple[str, float, float]]] = {"compute": [], "network": []}
+    for span in spans(timeline):
+        parts = [(MARKS.get(span.name, "="), span.begin_s, span.hidden_s), ("#", span.hidden_s, span.end_s)]
+        if span.row in rows:
+            rows[span.row] += parts
+        if span.row == "network" and span.sent:
+            rows[span.name] = [("-", span.sent.ready_s, span.begin_s), *parts]
+    lines = [_line(name, parts, timeline.step_s) for name, parts in rows.items()]
+    if len(timeline.buckets) > 2 * ENDS:
+        lines[2 + ENDS : -ENDS] = [f"{len(timeline.buckets) - 2 * ENDS} more"]
+    cost = f"Step {ms(timeline.step_s)}; communication that nothing hides: {ms(timeline.exposed_s)}"
+    return "\n".join([*textwrap.wrap(cost, COLUMNS), *lines, *textwrap.wrap(LEGEND, COLUMNS)])
+
+
+def _line(name: str, parts: Iterable[tuple[str, float, float]], step_s: float) -> str:
+    cells = [" "] * (COLUMNS - LABELS)
+    for mark, begin_s, end_s in parts:
+        if begin_s < end_s:
+            first, last = (int(at_s / step_s * (len(cells) - 0.5)) for at_s in (begin_s, end_s))
+            cells[first : last + 1] = mark * (last + 1 - first)
+    return f"{name:{LABELS}}{''.join(cells)}".rstrip()
