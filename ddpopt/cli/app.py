@@ -160,6 +160,9 @@ def tune(  # noqa: PLR0913  # one for each option of the command line
     device: given.Device = None,
     timeout: given.Timeout = given.TIMEOUT_S,
     ddp: given.Ddp = None,
+    world_size: given.WorldSize = None,
+    trace: given.Trace = None,
+    html: given.Html = None,
     json: given.Json = None,
 ) -> None:
     """Measure training steps and the link, and find the buckets with which a step is shortest.
@@ -169,14 +172,26 @@ def tune(  # noqa: PLR0913  # one for each option of the command line
     """
     from ddpopt.judge.backends import backend_of
     from ddpopt.judge.modes import named
+    from ddpopt.judge.report.files import show, write
     from ddpopt.tuning.comparing import STRATEGIES, tuned_on
     from ddpopt.tuning.compiling import read
+    from ddpopt.tuning.pictures import chrome_trace, page
     from ddpopt.tuning.records import Link
+    from ddpopt.tuning.scale import report
 
     strategy = named(mode, STRATEGIES, "--mode")
     stored = None if link is None else Link.from_json(read("--link", link))
     task = tuned_on, _case(target, ddp), (strategy, backend_of(backend)), stored
-    _measure(nproc, device, timeout, json, *task)
+    if found := _measured(nproc, device, timeout, *task):
+        text, steps = str(found), {row.name: row.predicted for row in found.rows}
+        if world_size:
+            told, more = report(found.profile, found.link, world_size, found.step_s if link is None else None)
+            text, steps = f"{text}\n\n{told}", steps | more
+        steps |= {f"tuned, observed on rank {rank}": step for rank, step in enumerate(found.observed)}
+        drawn = {"--trace": (trace, chrome_trace(found.rows[-1].predicted, found.observed))}
+        drawn["--html"] = html, page(found.title, steps, text)
+        others = [functools.partial(write, name, file, made) for name, (file, made) in drawn.items() if file]
+        show(text, found.to_json(), json, others)
 
 
 @app.command(cls=_Command, short_help="Measure what an all-reduce costs.")
@@ -187,21 +202,22 @@ def link(
     json: given.Json = None,
 ) -> None:
     """Measure all-reduces, and fit latency and bandwidth, for 'ddpopt tune --link FILE'."""
+    from ddpopt.judge.report.files import show
     from ddpopt.tuning.comparing import link_on
 
-    _measure(nproc, device, timeout, json, link_on)
+    if found := _measured(nproc, device, timeout, link_on):
+        show(str(found), found.to_json(), json)
 
 
-def _measure(nproc: int, device: str | None, timeout_s: float, json: str | None, *task: Any) -> None:
-    """Run a task of `ddpopt.tuning` on ranks, and show what it returns."""
-    from ddpopt.judge.report.files import show, status_line
+def _measured(nproc: int, device: str | None, timeout_s: float, *task: Any) -> Any:
+    """Run a task of `ddpopt.tuning` on ranks; what it returns, or None on other ranks of torchrun."""
+    from ddpopt.judge.report.files import status_line
     from ddpopt.judge.runner import is_first
     from ddpopt.tuning.comparing import on_ranks
 
     with status_line("starting ranks") as show_line:
         found = on_ranks(*task, nproc=nproc, device=device, limit_s=timeout_s, on_event=show_line)
-    if is_first():
-        show(str(found), found.to_json(), json)
+    return found if is_first() else None
 
 
 @app.command(cls=_Command, short_help="Compare a compiled data-parallel step with eager DDP.")

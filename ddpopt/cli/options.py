@@ -99,6 +99,11 @@ Locate = Annotated[
     bool, typer.Option(help="If something is wrong, find out where, and write ddpopt_reproduction.py.")
 ]
 TunedMode = Annotated[str, typer.Option("--mode", help="ddpopt-inline, ddpopt-split or eager.")]
+WorldSize = Annotated[
+    str | None, typer.Option(metavar="N,N,...", help="Predict the step of so many ranks, too.")
+]
+Trace = Annotated[str | None, typer.Option(metavar="FILE", help="Write the steps as a trace for Perfetto.")]
+Html = Annotated[str | None, typer.Option(metavar="FILE", help="Write a page with a picture of the steps.")]
 LinkFile = Annotated[
     str | None, typer.Option("--link", metavar="FILE", help="Link; by default measured, or the profile's.")
 ]

@@ -20,12 +20,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ddpopt.cases.case import Case
 from ddpopt.ddp.impose import impose
 from ddpopt.dynamo import api
+from ddpopt.observation.reducer_buckets import running_buckets
 from ddpopt.planning.bucket_rule import ParamSpec, initial_buckets, ready_buckets, specs_from_ddp
 from ddpopt.planning.limits import BucketConfig
 from ddpopt.planning.plan import Bucket, Plan
 from ddpopt.ranks.group import Ranks, joined, under_torchrun
 from ddpopt.ranks.pool import launch
 from ddpopt.tuning.measure_link import SIZES, measure_link
+from ddpopt.tuning.observed import record
 from ddpopt.tuning.recording import Watch, one_each, run
 from ddpopt.tuning.records import Link, Profile
 from ddpopt.tuning.simulate import Timeline, simulate
@@ -72,6 +74,12 @@ class Tuned:
     profile: Profile
     link: Link
     rows: tuple[Row, ...]
+    observed: tuple[Timeline, ...] = ()
+
+    @property
+    def step_s(self) -> float:
+        """The measured step with the tuned buckets."""
+        return median(self.rows[-1].measured_s)
 
     def __str__(self) -> str:
         """The table that the command prints."""
@@ -148,8 +156,10 @@ def tuned_on(ranks: Ranks, case: Case, how: How, link: Link | None, caps: Sequen
             trainee.use(plan)
             measured[name] += run(watch.steps(A_TURN * TURNS // turns), trainee.step)
     slowest = {name: tuple(map(max, zip(*ranks.gather(own), strict=True))) for name, own in measured.items()}
+    step = record(trainee.step, running_buckets(watch.ddp)) if ranks.device.type == "cpu" else None
+    observed = tuple(each for each in ranks.gather(step) if each)
     rows = [Row(name, plan, simulate(plan, profile, link), slowest[name]) for name, plan in plans.items()]
-    return Tuned(f"{case.name} on {ranks.size} ranks, {strategy}", profile, link, tuple(rows))
+    return Tuned(f"{case.name} on {ranks.size} ranks, {strategy}", profile, link, tuple(rows), observed)
 
 
 class _Trainee:
