@@ -124,13 +124,16 @@ def values_that_cross_get_their_gradient(evidence: Evidence) -> Iterator[str]:
     original = evidence.original
     for crossing in (c for c in evidence.stitched.crossings if c.copy is None):
         for leaf in leaves(crossing.term):
-            maker = _maker(leaf)
+            maker, example = _maker(leaf), original.example(leaf)
             where = f"segment {crossing.segment}, input {crossing.node.name}"
-            if not isinstance(maker, Made) or maker.name not in original.steps:
+            step = original.steps.get(maker.name) if isinstance(maker, Made) else None
+            if step is None:
                 continue
-            if overlaps_itself(original.example(leaf)):
+            # without grad mode only an argument that is returned unchanged requires grad
+            trained = step.state.grad_mode and requires_grad(example)
+            if overlaps_itself(example):
                 yield f"{where}: overlaps itself"
-            elif requires_grad(original.example(leaf)) and maker.name not in evidence.passing:
+            elif trained and step.name not in evidence.passing:
                 yield f"{where}: requires grad, but gets no gradient"
 
 
