@@ -70,11 +70,23 @@ def test_every_switch_of_ddp_that_the_reducer_has_is_passed_on_in_every_release(
     install(ddp, plan)
     step(ddp)
     if manual:
-        assert ddp.should_finalize_after_backward
         ddp.finalize_backward()  # raises unless the new reducer waits for it
-        step(ddp)
-        assert not ddp.should_finalize_after_backward  # DDP has "rebuilt" its buckets
-        ddp.finalize_backward()
+
+
+@pytest.mark.skipif(not hasattr(DistributedDataParallel, "finalize_backward"), reason="since torch 2.15")
+@pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"gradient_as_bucket_view": True}], ids=str)
+def test_a_backward_may_be_finalized_when_it_may_be_in_plain_ddp(options: dict[str, Any]) -> None:
+    pair: list[Any] = [towers(**options) for _ in range(2)]
+    for ddp in pair:
+        ddp.require_manual_backward_finalization = True
+    install(pair[0], arbitrary_plan(pair[0], 0))
+    for _ in range(3):
+        late = []
+        for ddp in pair:
+            step(ddp)
+            late.append(ddp.should_finalize_after_backward)
+            ddp.finalize_backward()
+        assert late[0] is late[1]
 
 
 doubling = changing(lambda buffer: buffer * 2)
