@@ -12,10 +12,10 @@ from torch import nn
 from ddpopt.explanation.rehearsal import Loss, Rehearsal, RehearsedStep, call, generators_kept, sum_of_squares
 from ddpopt.explanation.result import Explanation, OwnBucket, OwnBuckets, TorchSegment, TorchSplit
 from ddpopt.explanation.torch_split import run_torch_split
-from ddpopt.planning.bucket_rule import initial_buckets, rebuilt_buckets
+from ddpopt.planning.bucket_rule import own_buckets
 from ddpopt.planning.capture import Capture, capture
 from ddpopt.planning.limits import DDP_ARGUMENTS
-from ddpopt.planning.plan import Plan
+from ddpopt.planning.plan import Bucket, Plan
 from ddpopt.planning.strategy import Strategy
 
 
@@ -109,22 +109,16 @@ def _fill(
     captured: Capture, ready_order: Sequence[str], segments: Sequence[TorchSegment]
 ) -> tuple[OwnBucket, ...]:
     """The buckets that DDP fills if gradients complete in this order, in these segments."""
-    params = captured.specs
-    if captured.config.rebuilds:
-        by_name = {spec.name: spec for spec in captured.specs}
-        # a gradient that never comes is assumed to come last
-        params = tuple(by_name.pop(name) for name in ready_order) + tuple(by_name.values())
-        buckets = rebuilt_buckets(params, captured.config)
-    else:
-        buckets = initial_buckets(params, captured.config)
+    by_name = {spec.name: spec for spec in captured.specs}
+    # a gradient that never comes is assumed to come last
+    ready = [*(by_name.pop(name) for name in ready_order), *by_name.values()]
     completes_in = {name: segment.index for segment in segments for name in segment.params}
     filled = []
-    for index, bucket in enumerate(buckets):
-        specs = [params[place] for place in bucket]
-        names = tuple(spec.name for spec in specs)
-        waits_on = sorted({completes_in[name] for name in names if name in completes_in})
-        nbytes = sum(spec.nbytes for spec in specs)
-        filled.append(OwnBucket(index, names, nbytes, specs[0].dtype, specs[0].device, tuple(waits_on)))
+    for index, specs in enumerate(own_buckets(captured.specs, ready, captured.config)):
+        bucket = Bucket.of(index, specs, 0, "")
+        waits_on = sorted({completes_in[name] for name in bucket.params if name in completes_in})
+        own = bucket.params, bucket.nbytes, bucket.dtype, bucket.device
+        filled.append(OwnBucket(index, *own, tuple(waits_on)))
     return tuple(filled)
 
 

@@ -12,7 +12,8 @@ from ddpopt.explanation.tables import MIB, Column, Noted, mib, names, numbers, p
 from ddpopt.planning.limits import BucketConfig
 from ddpopt.planning.plan import Plan
 from ddpopt.tuning.pictures import text
-from ddpopt.tuning.simulate import Timeline, simulate_files
+from ddpopt.tuning.records import Link, Profile, read
+from ddpopt.tuning.simulate import Timeline, simulate
 
 FORMAT = 1
 TORCH = "torch's DDPOptimizer"
@@ -156,9 +157,19 @@ class Explanation:
         step = [text(self.timeline)] if self.timeline else []
         return "\n\n".join([*parts, *_torch(self.torch), *step])
 
-    def predicted(self, profile: str | None, link: str | None = None) -> "Explanation":
-        """Add the step that a file with a profile predicts, if there is one (`simulate_files`)."""
-        return replace(self, timeline=simulate_files(self.plan, profile, link)) if profile else self
+    def predicted(self, profile: str, link: str | None = None) -> "Explanation":
+        """Add the step that is predicted from files.
+
+        Args:
+            profile: a file with a profile.
+            link: a file with a link; by default the profile's.
+
+        Raises:
+            UsageError: a file cannot be read, or is of another kind or model.
+        """
+        stored = read("--profile", profile)
+        cost = Link.from_json(read("--link", link) if link else stored)
+        return replace(self, timeline=simulate(self.plan, Profile.from_json(stored), cost))
 
     @property
     def plan_tally(self) -> Tally:

@@ -29,8 +29,8 @@ from ddpopt.ddp.reducer import install, outside_dynamo
 from ddpopt.errors import UsageError
 from ddpopt.planning.bucket_rule import ParamSpec
 from ddpopt.planning.model_graphs import specs_by_id
-from ddpopt.planning.plan import Bucket, Plan
-from ddpopt.tuning.records import Gradient, Profile, conditions, largest
+from ddpopt.planning.plan import Plan
+from ddpopt.tuning.records import Gradient, Profile, conditions, largest, plan_of
 
 _c10d: Any = dist  # torch does not mark its re-exports
 Value = TypeVar("Value")
@@ -51,7 +51,7 @@ def run(course: Course[Value], step: Callable[[], object]) -> Value:
 
 def one_each(specs: Sequence[ParamSpec]) -> Plan:
     """A plan whose buckets hold a gradient each."""
-    return Plan(tuple(Bucket.of(i, [spec], 0, "profiled") for i, spec in enumerate(specs)), (), ())
+    return plan_of(([spec] for spec in specs), "profiled")
 
 
 def now(device: torch.device) -> Any:

@@ -63,14 +63,13 @@ def scaled(link: Link, world_size: int, algorithm: str = "ring") -> Link:
     )
 
 
-def best(profile: Profile, link: Link, size: int, most_bytes: int | None = None) -> tuple[str, Timeline]:
+def best(profile: Profile, link: Link, size: int) -> tuple[str, Timeline]:
     """Tune for a world size, with a ring and with a tree, and keep the better one.
 
     Args:
         profile: of the model; each rank has as large a batch as it had there.
         link: as for `scaled`.
         size: of the world, as for `scaled`.
-        most_bytes: as for `tune`.
 
     Returns:
         The algorithm's name, and the step with the tuned plan.
@@ -78,12 +77,12 @@ def best(profile: Profile, link: Link, size: int, most_bytes: int | None = None)
     found = {}
     for algorithm in ("ring", "tree"):
         cost = scaled(link, size, algorithm)
-        found[algorithm] = simulate(tune(profile, cost, most_bytes), profile, cost)
+        found[algorithm] = simulate(tune(profile, cost), profile, cost)
     return min(found.items(), key=lambda item: item[1].step_s)
 
 
 def report(
-    profile: Profile, link: Link, sizes: str, measured_s: float | None = None, most_bytes: int | None = None
+    profile: Profile, link: Link, sizes: str, measured_s: float | None = None
 ) -> tuple[str, dict[str, Timeline]]:
     """The tuned step at some world sizes, as a table and for a picture.
 
@@ -92,7 +91,6 @@ def report(
         link: as for `scaled`.
         sizes: world sizes with commas between them, such as ``"8,64,512,4096"``.
         measured_s: a measured step with the tuned plan on the ranks of the link; None if there is none.
-        most_bytes: as for `tune`.
 
     Returns:
         Text, and the steps by name, as `ddpopt.tuning.pictures.svg` takes them.
@@ -105,15 +103,14 @@ def report(
     lines, steps = [HEADER, "-" * len(HEADER)], {}
     ideal_s = profile.forward_s + profile.backward_s + profile.update_s
     for size in map(int, sizes.split(",")):
-        name, step = best(profile, link, size, most_bytes)
+        name, step = best(profile, link, size)
         steps[f"{size:,} ranks, {name}"] = step
         mib = [sent.nbytes / 2**20 for sent in step.buckets] or [0.0]
         row = f"{size:6,}  {name}  {step.step_s * 1000:9,.1f}  {step.exposed_s * 1000:11,.1f}"
-        share = ideal_s / (step.step_s or 1.0)
-        lines.append(f"{row}  {share:10.1%}  {len(mib):7,}  {mib[0]:10.2f}, {max(mib):7.2f}")
+        lines.append(f"{row}  {ideal_s / step.step_s:10.1%}  {len(mib):7,}  {mib[0]:10.2f}, {max(mib):7.2f}")
     here = f"The measured {link.world_size} ranks:"
     lines += [NOTE, f"{here} all-reduces are up to {link.residual:.0%} from the line through them."]
     if measured_s:
-        error = best(profile, link, link.world_size, most_bytes)[1].step_s / measured_s - 1
+        error = best(profile, link, link.world_size)[1].step_s / measured_s - 1
         lines.append(f"{here} a step takes {measured_s * 1000:,.1f} ms, {error:+.1%} in the model.")
     return "\n".join(lines), steps
