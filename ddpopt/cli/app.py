@@ -179,10 +179,9 @@ def tune(  # noqa: PLR0913  # one for each option of the command line
     from ddpopt.tuning.records import Link, read
     from ddpopt.tuning.scale import report
 
-    strategy = named(mode, STRATEGIES, "--mode")
+    how = named(mode, STRATEGIES, "--mode"), backend_of(backend)
     stored = None if link is None else Link.from_json(read("--link", link))
-    task = tuned_on, _case(target, ddp), (strategy, backend_of(backend)), stored
-    if found := _measured(nproc, device, timeout, *task):
+    if found := _measured(nproc, device, timeout, tuned_on, _case(target, ddp), how, stored):
         text, steps = str(found), {row.name: row.predicted for row in found.rows}
         if world_size:
             measured_s = found.rows[-1].step_s if link is None else None
@@ -191,7 +190,7 @@ def tune(  # noqa: PLR0913  # one for each option of the command line
         steps |= {f"tuned, observed on rank {rank}": step for rank, step in enumerate(found.observed)}
         traced = chrome_trace(found.rows[-1].predicted, found.observed)
         drawn = ("--trace", trace, traced), ("--html", html, page(found.title, steps, text))
-        others = [functools.partial(write, *each) for each in drawn if each[1]]
+        others = [functools.partial(write, name, file, made) for name, file, made in drawn if file]
         show(text, found.to_json(), json, others)
 
 

@@ -3,36 +3,21 @@
 Everything is predicted on fake tensors, without a process group, an accelerator or a copy of the weights.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
-from ddpopt.explanation.rehearsal import Loss, Rehearsal, RehearsedStep, call, generators_kept, sum_of_squares
+from ddpopt.cases.case import Case
+from ddpopt.explanation.rehearsal import Rehearsal, RehearsedStep, call, generators_kept, sum_of_squares
 from ddpopt.explanation.result import Explanation, OwnBucket, OwnBuckets, TorchSegment, TorchSplit
 from ddpopt.explanation.torch_split import run_torch_split
 from ddpopt.planning.bucket_rule import own_buckets
 from ddpopt.planning.capture import Capture, capture
 from ddpopt.planning.limits import DDP_ARGUMENTS
-from ddpopt.planning.plan import Bucket, Plan
+from ddpopt.planning.plan import Plan
 from ddpopt.planning.strategy import Strategy
-
-
-class Explained(Protocol):
-    """The parts of a case that `explain_case` needs; a ``ddpopt.testing.Case`` has them."""
-
-    @property
-    def model(self) -> Callable[[], nn.Module]:
-        """Makes the model."""
-
-    @property
-    def inputs(self) -> Callable[[int, int], tuple[tuple[Any, ...], dict[str, Any]]]:
-        """The arguments of the model's forward, by rank and step."""
-
-    @property
-    def loss(self) -> Loss:
-        """From the model's output to a scalar."""
 
 
 def explain(model: nn.Module, *inputs: Any, strategy: Strategy = "auto", **kwargs: Any) -> Explanation:
@@ -60,7 +45,7 @@ def explain(model: nn.Module, *inputs: Any, strategy: Strategy = "auto", **kwarg
     return _explain(captured, RehearsedStep(inner, inputs, forward_kwargs, sum_of_squares))
 
 
-def explain_case(case: Explained, ddp_kwargs: Mapping[str, Any], strategy: Strategy = "auto") -> Explanation:
+def explain_case(case: Case, ddp_kwargs: Mapping[str, Any], strategy: Strategy = "auto") -> Explanation:
     """Explain a case with its own loss, and the inputs of rank 0's first step.
 
     Args:
@@ -115,10 +100,8 @@ def _fill(
     completes_in = {name: segment.index for segment in segments for name in segment.params}
     filled = []
     for index, specs in enumerate(own_buckets(captured.specs, ready, captured.config)):
-        bucket = Bucket.of(index, specs, 0, "")
-        waits_on = sorted({completes_in[name] for name in bucket.params if name in completes_in})
-        own = bucket.params, bucket.nbytes, bucket.dtype, bucket.device
-        filled.append(OwnBucket(index, *own, tuple(waits_on)))
+        waits_on = sorted({completes_in[spec.name] for spec in specs if spec.name in completes_in})
+        filled.append(OwnBucket.of(index, specs, tuple(waits_on)))
     return tuple(filled)
 
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 
 from ddpopt.explanation.tables import MIB, Column, Noted, mib, names, numbers, paragraph, table
 from ddpopt.planning.limits import BucketConfig
-from ddpopt.planning.plan import Plan
+from ddpopt.planning.plan import Plan, SentTogether
 from ddpopt.tuning.pictures import text
 from ddpopt.tuning.records import Link, Profile, read
 from ddpopt.tuning.simulate import Timeline, simulate
@@ -28,23 +28,13 @@ ROWS = {
 
 
 @dataclass(frozen=True)
-class OwnBucket:
+class OwnBucket(SentTogether):
     """A bucket that DDP's reducer fills by itself.
 
     Attributes:
-        index: position in reduction order.
-        params: names as in ``module.named_parameters()``, in the bucket's order.
-        nbytes: sum of ``numel * element_size`` over `params`.
-        dtype: for instance ``"float32"``.
-        device: for instance ``"cpu"`` or ``"cuda:0"``.
         segments: indices of torch's segments that it waits on, ascending; empty if nothing is compiled.
     """
 
-    index: int
-    params: tuple[str, ...]
-    nbytes: int
-    dtype: str
-    device: str
     segments: tuple[int, ...] = ()
 
 
@@ -195,18 +185,9 @@ class Explanation:
 
     def to_json(self) -> str:
         """The explanation as JSON text; ``["plan"]`` is the document that ``Plan.from_json`` reads."""
-        document = {
-            "ddpopt_explanation": FORMAT,
-            "model": self.model,
-            "config": asdict(self.config),
-            "summary": {"ddpopt": asdict(self.plan_tally), "torch": asdict(self.torch_tally)},
-            "plan": json.loads(self.plan.to_json()),
-            "inline": self.inline,
-            "ddp": asdict(self.ddp),
-            "torch": asdict(self.torch),
-            "timeline": self.timeline and asdict(self.timeline),
-        }
-        return json.dumps(document, indent=2)
+        summary = {"ddpopt": asdict(self.plan_tally), "torch": asdict(self.torch_tally)}
+        document = {"ddpopt_explanation": FORMAT, **asdict(self), "summary": summary}
+        return json.dumps({**document, "plan": json.loads(self.plan.to_json())}, indent=2)
 
 
 def _spread(waits: Sequence[Sequence[int]]) -> int:
@@ -225,9 +206,8 @@ def _title(explanation: Explanation) -> str:
     buckets = explanation.plan.buckets
     count = sum(len(bucket.params) for bucket in buckets)
     size = mib(sum(bucket.nbytes for bucket in buckets))
-    return paragraph(
-        f"{explanation.model}: {count} parameters, {size} MiB; {_limits(explanation.config)}", "  "
-    )
+    held = f"{count} parameters, {size} MiB"
+    return paragraph(f"{explanation.model}: {held}; {_limits(explanation.config)}", "  ")
 
 
 def _limits(config: BucketConfig) -> str:
@@ -253,18 +233,9 @@ def _plan(plan: Plan, *, inline: bool) -> Iterator[str]:
     buckets = [
         (b.index, b.segment, mib(b.nbytes), b.dtype, Noted(names(b.params), b.reason)) for b in plan.buckets
     ]
-    yield (
-        paragraph(f"ddpopt's plan, in the order of reduction; fingerprint {plan.fingerprint}")
-        + "\n"
-        + table(
-            [
-                *numbers("bucket", "segment", "MiB"),
-                Column("dtype"),
-                Column("gradients, and why the bucket ends there"),
-            ],
-            buckets,
-        )
-    )
+    columns = [*numbers("bucket", "segment", "MiB"), Column("dtype")]
+    title = paragraph(f"ddpopt's plan, in the order of reduction; fingerprint {plan.fingerprint}")
+    yield f"{title}\n{table([*columns, Column('gradients, and why the bucket ends there')], buckets)}"
     if inline:
         yield paragraph("No graph is cut: each bucket leaves from inside the backward.", "  ")
     else:
@@ -282,14 +253,8 @@ def _segments(plan: Plan) -> str:
         why = cuts.get((segment.graph, first), "the graph starts here")
         buckets = ", ".join(map(str, segment.buckets)) or "-"
         rows.append((segment.index, segment.graph, first, len(segment.nodes), buckets, why))
-    columns = [
-        *numbers("segment", "graph"),
-        Column("from node"),
-        *numbers("nodes"),
-        Column("completes"),
-        Column("why it is cut there"),
-    ]
-    return table(columns, rows)
+    columns = [*numbers("segment", "graph"), Column("from node"), *numbers("nodes"), Column("completes")]
+    return table([*columns, Column("why it is cut there")], rows)
 
 
 def _ddp(ddp: OwnBuckets) -> Iterator[str]:

@@ -136,10 +136,9 @@ def _tuned(watch: Watch, strategy: Strategy) -> Course[None]:
     if now_s > was_s * (1 - TIE):
         logger.info("ddpopt: the buckets stay: a step of %s expected, at best %s", ms(was_s), ms(now_s))
         return
-    sizes, former_sizes = (_sizes(each) for each in (plan, former))
-    expected = f"a step is expected to take {ms(now_s)}, with the former ones {ms(was_s)}"
     impose(ddp, plan)
-    logger.info("ddpopt: tuned to %s, from %s; %s", sizes, former_sizes, expected)
+    said = _sizes(plan), _sizes(former), ms(now_s), ms(was_s)
+    logger.info("ddpopt: tuned to %s, from %s; a step is expected to take %s instead of %s", *said)
     yield from watch.steps(WARM_UP)
     after = yield from watch.steps(MEASURED)
     was_s, noise_s, now_s, other_noise_s = largest(group, [*_centre(before), *_centre(after)])

@@ -133,8 +133,8 @@ class Profile(Stored):
         times = self.forward_s, self.backward_s, self.update_s, *(gradient.ready_s for gradient in own)
         forward_s, backward_s, update_s, *ready = largest(group, times)
         gradients = order_of(replace(each, ready_s=at) for each, at in zip(own, ready, strict=True))
-        slowest = {"forward_s": forward_s, "backward_s": backward_s, "update_s": update_s}
-        return replace(self, gradients=tuple(gradients), **slowest)
+        found = replace(self, gradients=tuple(gradients), forward_s=forward_s)
+        return replace(found, backward_s=backward_s, update_s=update_s)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ So a tree is faster below ``p (p - 1 - ceil(log2 p)) a / b`` bytes. The measured
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from ddpopt.errors import UsageError
 from ddpopt.tuning.records import Link, Profile
@@ -46,21 +47,15 @@ def scaled(link: Link, world_size: int, algorithm: str = "ring") -> Link:
     """
     measured = link.world_size
     if min(world_size, measured) < 2:
-        raise UsageError(
-            f"--world-size: expected 2 or more, and a link of as many; got {world_size}, {measured}"
-        )
+        got = f"got {world_size}, and a link of {measured}"
+        raise UsageError(f"--world-size: expected 2 or more ranks, and a link of 2 or more; {got}")
     hops, share = world_size - 1, (world_size - 1) / world_size
     if algorithm == "tree":
         hops, share = (world_size - 1).bit_length(), 1.0
     far, much = hops / (measured - 1), share / ((measured - 1) / measured)
-    return replace(
-        link,
-        latency_s=link.latency_s * far,
-        drain_s=link.drain_s * far,
-        seconds_per_byte=link.seconds_per_byte * much,
-        processor_s_per_byte=link.processor_s_per_byte * much,
-        world_size=world_size,
-    )
+    by = {"latency_s": far, "drain_s": far, "seconds_per_byte": much, "processor_s_per_byte": much}
+    costs: dict[str, Any] = {name: factor * getattr(link, name) for name, factor in by.items()}
+    return replace(link, world_size=world_size, **costs)
 
 
 def best(profile: Profile, link: Link, size: int) -> tuple[str, Timeline]:
