@@ -69,10 +69,8 @@ def best(profile: Profile, link: Link, size: int) -> tuple[str, Timeline]:
     Returns:
         The algorithm's name, and the step with the tuned plan.
     """
-    found = {}
-    for algorithm in ("ring", "tree"):
-        cost = scaled(link, size, algorithm)
-        found[algorithm] = simulate(tune(profile, cost), profile, cost)
+    costs = {algorithm: scaled(link, size, algorithm) for algorithm in ("ring", "tree")}
+    found = {name: simulate(tune(profile, cost), profile, cost) for name, cost in costs.items()}
     return min(found.items(), key=lambda item: item[1].step_s)
 
 

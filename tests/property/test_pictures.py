@@ -4,7 +4,6 @@ import json
 import os
 import re
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -14,21 +13,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddpopt.planning.bucket_rule import rebuilt_buckets
+from ddpopt.planning.bucket_rule import own_buckets
 from ddpopt.planning.limits import BucketConfig
 from ddpopt.tuning.pictures import chrome_trace, page, svg, text
 from ddpopt.tuning.records import Gradient, Link, Profile, ms, plan_of
 from ddpopt.tuning.scale import report, scaled
 from ddpopt.tuning.simulate import Timeline, simulate
-from ddpopt.tuning.tune import TIE, partition
+from ddpopt.tuning.tune import TIE, tune
 from tests.profiles import share
-from tests.property.test_tuning import gradients, links, times
+from tests.property.test_tuning import gradients, links, step_of, times
 
 DOCS = Path(__file__).parents[2] / "docs"
-
-
-def step_of(groups: Sequence[Sequence[Gradient]], profile: Profile, link: Link) -> Timeline:
-    return simulate(plan_of([[g.spec for g in group] for group in groups], ""), profile, link)
 
 
 @st.composite
@@ -113,10 +108,9 @@ def test_the_picture_of_the_page_is_what_the_code_draws() -> None:
     profile, link = replace(Profile.from_json(stored), measured={}), Link.from_json(stored)
     shown, specs = {}, [gradient.spec for gradient in profile.gradients]
     for name, cap in {"DDP's default": None, "bucket_cap_mb=3": 3}.items():
-        buckets = rebuilt_buckets(specs, BucketConfig.from_kwargs(bucket_cap_mb=cap))
-        groups = [[profile.gradients[place] for place in bucket] for bucket in buckets]
-        shown[name] = step_of(groups, profile, link)
-    shown["tuned"] = step_of(partition(profile.gradients, link), profile, link)
+        buckets = own_buckets(specs, specs, BucketConfig.from_kwargs(bucket_cap_mb=cap))
+        shown[name] = simulate(plan_of(buckets, name), profile, link)
+    shown["tuned"] = simulate(tune(profile, link), profile, link)
     picture = DOCS / "diagrams/tuning.svg"
     if os.environ.get("EXPECTTEST_ACCEPT"):
         picture.write_text(svg(shown))

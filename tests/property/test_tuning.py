@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from itertools import chain
 from unittest.mock import patch
 
 from hypothesis import given
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 from ddpopt.planning.bucket_rule import ParamSpec
 from ddpopt.tuning import tune
 from ddpopt.tuning.records import Gradient, Link, Profile, plan_of
-from ddpopt.tuning.simulate import simulate
+from ddpopt.tuning.simulate import Timeline, simulate
 
 LINK = Link(1e-3, 1e-4, 0.0, 0.0, 0.0, "gloo", 2, {})
 times = st.integers(0, 40).map(lambda tenths: tenths / 10)
@@ -36,9 +35,8 @@ links = st.builds(
 )
 
 
-def end_of(buckets: Sequence[Sequence[Gradient]], link: Link) -> float:
-    profile = Profile(tuple(chain(*buckets)), 0.0, 0.0, 0.0, "eager", 2, {})
-    return simulate(plan_of([[g.spec for g in bucket] for bucket in buckets], ""), profile, link).reduced_s
+def step_of(groups: Sequence[Sequence[Gradient]], profile: Profile, link: Link) -> Timeline:
+    return simulate(plan_of([[g.spec for g in group] for group in groups], ""), profile, link)
 
 
 def every_end(gradients: Sequence[Gradient], link: Link, most: float) -> list[tuple[float, int]]:
@@ -76,7 +74,8 @@ def test_no_partition_ends_earlier_by_more_than_a_tie_or_equally_early_with_fewe
     assert sorted(g.spec.name for b in tuned for g in b) == sorted(g.spec.name for g in drawn)
     every = every_end(drawn, link, most)
     latest = min(end for end, _ in every) * (1 + tie)
-    assert end_of(tuned, link) <= latest + 1e-9
+    profile = Profile(tuple(drawn), 0.0, 0.0, 0.0, "eager", 2, {})
+    assert step_of(tuned, profile, link).reduced_s <= latest + 1e-9
     fewest, surely = (
         min((n for end, n in every if end <= latest + by), default=99) for by in (1e-10, -1e-10)
     )
