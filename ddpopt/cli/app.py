@@ -22,7 +22,7 @@ import ddpopt
 from ddpopt.cli import options as given
 from ddpopt.errors import DdpoptError, UsageError
 from ddpopt.explanation.tables import Column, table
-from ddpopt.judge.report.files import RESULTS, require_writable, show, status_line, write_report
+from ddpopt.judge.report.files import RESULTS, require_writable, show, status_line, write, write_report
 
 
 class _Command(TyperCommand):
@@ -117,7 +117,9 @@ def explain(
     from ddpopt.explanation.explain import explain_case
 
     case = _case(target, ddp)
-    explanation = explain_case(case, case.ddp_kwargs).predicted(profile, link)
+    explanation = explain_case(case, case.ddp_kwargs)
+    if profile:
+        explanation = explanation.predicted(profile, link)
     show(str(explanation), explanation.to_json(), json)
 
 
@@ -172,25 +174,23 @@ def tune(  # noqa: PLR0913  # one for each option of the command line
     """
     from ddpopt.judge.backends import backend_of
     from ddpopt.judge.modes import named
-    from ddpopt.judge.report.files import show, write
     from ddpopt.tuning.comparing import STRATEGIES, tuned_on
-    from ddpopt.tuning.compiling import read
     from ddpopt.tuning.pictures import chrome_trace, page
-    from ddpopt.tuning.records import Link
+    from ddpopt.tuning.records import Link, read
     from ddpopt.tuning.scale import report
 
-    strategy = named(mode, STRATEGIES, "--mode")
+    how = named(mode, STRATEGIES, "--mode"), backend_of(backend)
     stored = None if link is None else Link.from_json(read("--link", link))
-    task = tuned_on, _case(target, ddp), (strategy, backend_of(backend)), stored
-    if found := _measured(nproc, device, timeout, *task):
+    if found := _measured(nproc, device, timeout, tuned_on, _case(target, ddp), how, stored):
         text, steps = str(found), {row.name: row.predicted for row in found.rows}
         if world_size:
-            told, more = report(found.profile, found.link, world_size, found.step_s if link is None else None)
+            measured_s = found.rows[-1].step_s if link is None else None
+            told, more = report(found.profile, found.link, world_size, measured_s)
             text, steps = f"{text}\n\n{told}", steps | more
         steps |= {f"tuned, observed on rank {rank}": step for rank, step in enumerate(found.observed)}
-        drawn = {"--trace": (trace, chrome_trace(found.rows[-1].predicted, found.observed))}
-        drawn["--html"] = html, page(found.title, steps, text)
-        others = [functools.partial(write, name, file, made) for name, (file, made) in drawn.items() if file]
+        traced = chrome_trace(found.rows[-1].predicted, found.observed)
+        drawn = ("--trace", trace, traced), ("--html", html, page(found.title, steps, text))
+        others = [functools.partial(write, name, file, made) for name, file, made in drawn if file]
         show(text, found.to_json(), json, others)
 
 
@@ -202,22 +202,23 @@ def link(
     json: given.Json = None,
 ) -> None:
     """Measure all-reduces, and fit latency and bandwidth, for 'ddpopt tune --link FILE'."""
-    from ddpopt.judge.report.files import show
     from ddpopt.tuning.comparing import link_on
 
     if found := _measured(nproc, device, timeout, link_on):
         show(str(found), found.to_json(), json)
 
 
-def _measured(nproc: int, device: str | None, timeout_s: float, *task: Any) -> Any:
+def _measured(nproc: int, device: str | None, timeout_s: float, task: Any, *args: Any) -> Any:
     """Run a task of `ddpopt.tuning` on ranks; what it returns, or None on other ranks of torchrun."""
-    from ddpopt.judge.report.files import status_line
-    from ddpopt.judge.runner import is_first
-    from ddpopt.tuning.comparing import on_ranks
+    from ddpopt.ranks.group import joined, under_torchrun
+    from ddpopt.ranks.pool import launch
 
     with status_line("starting ranks") as show_line:
-        found = on_ranks(*task, nproc=nproc, device=device, limit_s=timeout_s, on_event=show_line)
-    return found if is_first() else None
+        if not under_torchrun():
+            return launch(task, *args, nproc=nproc, device=device, limit_s=timeout_s, on_event=show_line)[0]
+        with joined(on_event=show_line, timeout_s=timeout_s) as ranks, ranks.limited(timeout_s, "measuring"):
+            found = task(ranks, *args)
+            return found if ranks.rank == 0 else None
 
 
 @app.command(cls=_Command, short_help="Compare a compiled data-parallel step with eager DDP.")
@@ -300,7 +301,7 @@ def gate(  # noqa: PLR0913  # one for each option of the command line
     if mode is not None:
         asked["modes"] = given.chosen(mode, [known.name for known in MODES], "--mode")
     with status_line("starting ranks") as show_line:
-        comparison, write = compare(
+        comparison, renew = compare(
             Path(baseline),
             targets or (),
             asked,
@@ -309,7 +310,7 @@ def gate(  # noqa: PLR0913  # one for each option of the command line
         )
     told = comparison.as_verdict(), comparison.headline, str(comparison)
     others: list[Any] = [functools.partial(write_report, file, *told) for file in report or ()]
-    others += [lambda: typer.echo(f"ddpopt: {write()}", err=True)] if update else []
+    others += [lambda: typer.echo(f"ddpopt: {renew()}", err=True)] if update else []
     show(str(comparison), comparison.to_json(), json, others)
     raise typer.Exit(0 if comparison.updates else comparison.exit_code)
 
@@ -330,8 +331,7 @@ def fuzz(  # noqa: PLR0913  # one for each option of the command line
     """Draw models, and run each in eager DDP and in some modes, until time is up.
 
     Each new failure is written at once, as a case and a script. The same seed gives the same run; --out of a
-    run that was interrupted resumes it. Exit code 1 if a mode failed; with mode
-    'whole', also if the backend did.
+    run that was interrupted resumes it. Exit code 1 if a mode failed, or with mode 'whole' the backend.
     """
     from ddpopt.cli import fuzzing
 
@@ -339,9 +339,7 @@ def fuzz(  # noqa: PLR0913  # one for each option of the command line
     raise typer.Exit(fuzzing.fuzz(plan, minutes, examples, timeout, out, json))
 
 
-@app.command(
-    cls=_Command, short_help="Shrink a model that fails, and write a script that reproduces the failure."
-)
+@app.command(cls=_Command, short_help="Shrink a model that fails, and write a script that shows the failure.")
 def minimize(
     case: given.CaseFile,
     out: given.Script = None,

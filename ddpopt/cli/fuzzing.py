@@ -11,6 +11,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -75,10 +76,8 @@ def planned(  # one for each option of the command line
 
 
 def _require_hypothesis() -> None:
-    try:
-        import hypothesis  # noqa: F401  # whether it is there
-    except ImportError as error:
-        raise UsageError("drawing models requires Hypothesis; 'pip install hypothesis'") from error
+    if find_spec("hypothesis") is None:
+        raise UsageError("drawing models requires Hypothesis; 'pip install hypothesis'")
 
 
 def fuzz(  # one for each option of the command line

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ddpopt.errors import UsageError, did_you_mean
+from ddpopt.errors import UsageError
 
 NAMES = "A,B,..."
 BACKEND = "aot_eager"
@@ -176,15 +176,14 @@ def chosen(text: str | None, known: Iterable[str], option: str) -> tuple[str, ..
     Raises:
         UsageError: a name is unknown.
     """
-    names = list(known)
+    from ddpopt.judge.modes import named  # imports torch
+
+    names = dict.fromkeys(known)
     if text is None or text == "all":
         return tuple(names) if text else ()
     found = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
     for name in found:
-        if name not in names:
-            raise UsageError(
-                f"{option}: expected one of {', '.join(names)}, got {name!r}{did_you_mean(name, names)}"
-            )
+        named(name, names, option)
     return found
 
 

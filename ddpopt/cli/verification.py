@@ -95,9 +95,8 @@ class Verification:
 
                 def hear(event: object) -> None:
                     if isinstance(event, Started) and event.mode:
-                        show_line(
-                            f"{event.index + 1} of {trials}: {event.case}: {event.mode} / {event.option}"
-                        )
+                        trial = f"{event.case}: {event.mode} / {event.option}"
+                        show_line(f"{event.index + 1} of {trials}: {trial}")
 
                 return verify_all(
                     title,

@@ -119,12 +119,12 @@ def _sometimes(sometimes: Sequence[Unused], *, unsteady: bool, static: bool, sea
     if static and unsteady:
         what += " static_graph=True promises that each rank uses the same parameters in every step."
         take = "Give DDP find_unused_parameters=True instead of static_graph=True."
-        return Advice("parameters", Weight.WRONG, what, take)
-    if not static and not searching:
+    elif not static and not searching:
         what += " DDP waits for all of them, and raises an error in the step after one is left out."
         take = "Give DDP find_unused_parameters=True, or use them in every step, with a weight of zero."
-        return Advice("parameters", Weight.WRONG, what, take)
-    return Advice("parameters", Weight.NOTE, what, "None: DDP's options allow for it.")
+    else:
+        return Advice("parameters", Weight.NOTE, what, "None: DDP's options allow for it.")
+    return Advice("parameters", Weight.WRONG, what, take)
 
 
 def _changes_with_step(parameter: Unused, steps: int) -> bool:

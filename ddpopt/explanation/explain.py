@@ -3,36 +3,21 @@
 Everything is predicted on fake tensors, without a process group, an accelerator or a copy of the weights.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
-from ddpopt.explanation.rehearsal import Loss, Rehearsal, RehearsedStep, call, generators_kept, sum_of_squares
+from ddpopt.cases.case import Case
+from ddpopt.explanation.rehearsal import Rehearsal, RehearsedStep, call, generators_kept, sum_of_squares
 from ddpopt.explanation.result import Explanation, OwnBucket, OwnBuckets, TorchSegment, TorchSplit
 from ddpopt.explanation.torch_split import run_torch_split
-from ddpopt.planning.bucket_rule import initial_buckets, rebuilt_buckets
+from ddpopt.planning.bucket_rule import own_buckets
 from ddpopt.planning.capture import Capture, capture
 from ddpopt.planning.limits import DDP_ARGUMENTS
 from ddpopt.planning.plan import Plan
 from ddpopt.planning.strategy import Strategy
-
-
-class Explained(Protocol):
-    """The parts of a case that `explain_case` needs; a ``ddpopt.testing.Case`` has them."""
-
-    @property
-    def model(self) -> Callable[[], nn.Module]:
-        """Makes the model."""
-
-    @property
-    def inputs(self) -> Callable[[int, int], tuple[tuple[Any, ...], dict[str, Any]]]:
-        """The arguments of the model's forward, by rank and step."""
-
-    @property
-    def loss(self) -> Loss:
-        """From the model's output to a scalar."""
 
 
 def explain(model: nn.Module, *inputs: Any, strategy: Strategy = "auto", **kwargs: Any) -> Explanation:
@@ -60,7 +45,7 @@ def explain(model: nn.Module, *inputs: Any, strategy: Strategy = "auto", **kwarg
     return _explain(captured, RehearsedStep(inner, inputs, forward_kwargs, sum_of_squares))
 
 
-def explain_case(case: Explained, ddp_kwargs: Mapping[str, Any], strategy: Strategy = "auto") -> Explanation:
+def explain_case(case: Case, ddp_kwargs: Mapping[str, Any], strategy: Strategy = "auto") -> Explanation:
     """Explain a case with its own loss, and the inputs of rank 0's first step.
 
     Args:
@@ -109,22 +94,14 @@ def _fill(
     captured: Capture, ready_order: Sequence[str], segments: Sequence[TorchSegment]
 ) -> tuple[OwnBucket, ...]:
     """The buckets that DDP fills if gradients complete in this order, in these segments."""
-    params = captured.specs
-    if captured.config.rebuilds:
-        by_name = {spec.name: spec for spec in captured.specs}
-        # a gradient that never comes is assumed to come last
-        params = tuple(by_name.pop(name) for name in ready_order) + tuple(by_name.values())
-        buckets = rebuilt_buckets(params, captured.config)
-    else:
-        buckets = initial_buckets(params, captured.config)
+    by_name = {spec.name: spec for spec in captured.specs}
+    # a gradient that never comes is assumed to come last
+    ready = [*(by_name.pop(name) for name in ready_order), *by_name.values()]
     completes_in = {name: segment.index for segment in segments for name in segment.params}
     filled = []
-    for index, bucket in enumerate(buckets):
-        specs = [params[place] for place in bucket]
-        names = tuple(spec.name for spec in specs)
-        waits_on = sorted({completes_in[name] for name in names if name in completes_in})
-        nbytes = sum(spec.nbytes for spec in specs)
-        filled.append(OwnBucket(index, names, nbytes, specs[0].dtype, specs[0].device, tuple(waits_on)))
+    for index, specs in enumerate(own_buckets(captured.specs, ready, captured.config)):
+        waits_on = sorted({completes_in[spec.name] for spec in specs if spec.name in completes_in})
+        filled.append(OwnBucket.of(index, specs, tuple(waits_on)))
     return tuple(filled)
 
 

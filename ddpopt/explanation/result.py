@@ -10,9 +10,10 @@ from dataclasses import asdict, dataclass, replace
 
 from ddpopt.explanation.tables import MIB, Column, Noted, mib, names, numbers, paragraph, table
 from ddpopt.planning.limits import BucketConfig
-from ddpopt.planning.plan import Plan
+from ddpopt.planning.plan import Plan, SentTogether
 from ddpopt.tuning.pictures import text
-from ddpopt.tuning.simulate import Timeline, simulate_files
+from ddpopt.tuning.records import Link, Profile, read
+from ddpopt.tuning.simulate import Timeline, simulate
 
 FORMAT = 1
 TORCH = "torch's DDPOptimizer"
@@ -27,23 +28,13 @@ ROWS = {
 
 
 @dataclass(frozen=True)
-class OwnBucket:
+class OwnBucket(SentTogether):
     """A bucket that DDP's reducer fills by itself.
 
     Attributes:
-        index: position in reduction order.
-        params: names as in ``module.named_parameters()``, in the bucket's order.
-        nbytes: sum of ``numel * element_size`` over `params`.
-        dtype: for instance ``"float32"``.
-        device: for instance ``"cpu"`` or ``"cuda:0"``.
         segments: indices of torch's segments that it waits on, ascending; empty if nothing is compiled.
     """
 
-    index: int
-    params: tuple[str, ...]
-    nbytes: int
-    dtype: str
-    device: str
     segments: tuple[int, ...] = ()
 
 
@@ -156,9 +147,19 @@ class Explanation:
         step = [text(self.timeline)] if self.timeline else []
         return "\n\n".join([*parts, *_torch(self.torch), *step])
 
-    def predicted(self, profile: str | None, link: str | None = None) -> "Explanation":
-        """Add the step that a file with a profile predicts, if there is one (`simulate_files`)."""
-        return replace(self, timeline=simulate_files(self.plan, profile, link)) if profile else self
+    def predicted(self, profile: str, link: str | None = None) -> "Explanation":
+        """Add the step that is predicted from files.
+
+        Args:
+            profile: a file with a profile.
+            link: a file with a link; by default the profile's.
+
+        Raises:
+            UsageError: a file cannot be read, or is of another kind or model.
+        """
+        stored = read("--profile", profile)
+        cost = Link.from_json(read("--link", link) if link else stored)
+        return replace(self, timeline=simulate(self.plan, Profile.from_json(stored), cost))
 
     @property
     def plan_tally(self) -> Tally:
@@ -184,18 +185,9 @@ class Explanation:
 
     def to_json(self) -> str:
         """The explanation as JSON text; ``["plan"]`` is the document that ``Plan.from_json`` reads."""
-        document = {
-            "ddpopt_explanation": FORMAT,
-            "model": self.model,
-            "config": asdict(self.config),
-            "summary": {"ddpopt": asdict(self.plan_tally), "torch": asdict(self.torch_tally)},
-            "plan": json.loads(self.plan.to_json()),
-            "inline": self.inline,
-            "ddp": asdict(self.ddp),
-            "torch": asdict(self.torch),
-            "timeline": self.timeline and asdict(self.timeline),
-        }
-        return json.dumps(document, indent=2)
+        summary = {"ddpopt": asdict(self.plan_tally), "torch": asdict(self.torch_tally)}
+        document = {"ddpopt_explanation": FORMAT, **asdict(self), "summary": summary}
+        return json.dumps({**document, "plan": json.loads(self.plan.to_json())}, indent=2)
 
 
 def _spread(waits: Sequence[Sequence[int]]) -> int:
@@ -214,9 +206,8 @@ def _title(explanation: Explanation) -> str:
     buckets = explanation.plan.buckets
     count = sum(len(bucket.params) for bucket in buckets)
     size = mib(sum(bucket.nbytes for bucket in buckets))
-    return paragraph(
-        f"{explanation.model}: {count} parameters, {size} MiB; {_limits(explanation.config)}", "  "
-    )
+    held = f"{count} parameters, {size} MiB"
+    return paragraph(f"{explanation.model}: {held}; {_limits(explanation.config)}", "  ")
 
 
 def _limits(config: BucketConfig) -> str:
@@ -242,18 +233,9 @@ def _plan(plan: Plan, *, inline: bool) -> Iterator[str]:
     buckets = [
         (b.index, b.segment, mib(b.nbytes), b.dtype, Noted(names(b.params), b.reason)) for b in plan.buckets
     ]
-    yield (
-        paragraph(f"ddpopt's plan, in the order of reduction; fingerprint {plan.fingerprint}")
-        + "\n"
-        + table(
-            [
-                *numbers("bucket", "segment", "MiB"),
-                Column("dtype"),
-                Column("gradients, and why the bucket ends there"),
-            ],
-            buckets,
-        )
-    )
+    columns = [*numbers("bucket", "segment", "MiB"), Column("dtype")]
+    title = paragraph(f"ddpopt's plan, in the order of reduction; fingerprint {plan.fingerprint}")
+    yield f"{title}\n{table([*columns, Column('gradients, and why the bucket ends there')], buckets)}"
     if inline:
         yield paragraph("No graph is cut: each bucket leaves from inside the backward.", "  ")
     else:
@@ -271,14 +253,8 @@ def _segments(plan: Plan) -> str:
         why = cuts.get((segment.graph, first), "the graph starts here")
         buckets = ", ".join(map(str, segment.buckets)) or "-"
         rows.append((segment.index, segment.graph, first, len(segment.nodes), buckets, why))
-    columns = [
-        *numbers("segment", "graph"),
-        Column("from node"),
-        *numbers("nodes"),
-        Column("completes"),
-        Column("why it is cut there"),
-    ]
-    return table(columns, rows)
+    columns = [*numbers("segment", "graph"), Column("from node"), *numbers("nodes"), Column("completes")]
+    return table([*columns, Column("why it is cut there")], rows)
 
 
 def _ddp(ddp: OwnBuckets) -> Iterator[str]:

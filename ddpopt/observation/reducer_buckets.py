@@ -11,27 +11,18 @@ from torch import Tensor
 from ddpopt.ddp.impose import imposed_plan
 from ddpopt.planning.bucket_rule import initial_buckets, specs_from_ddp
 from ddpopt.planning.limits import BucketConfig
+from ddpopt.planning.plan import SentTogether
 from ddpopt.planning.reduced import bucket_members, running_reducer
 
 
 @dataclass(frozen=True)
-class ObservedBucket:
+class ObservedBucket(SentTogether):
     """A bucket as the running reducer has it.
 
     Attributes:
-        index: position in the order in which buckets are reduced.
-        params: names as in ``module.named_parameters()``, in the bucket's order.
-        nbytes: sum of ``numel * element_size`` over `params`.
-        dtype: for instance ``"float32"``.
-        device: for instance ``"cpu"`` or ``"cuda:0"``.
         numel: total number of elements of `params`.
     """
 
-    index: int
-    params: tuple[str, ...]
-    nbytes: int
-    dtype: str
-    device: str
     numel: int
 
 

@@ -108,6 +108,14 @@ def rebuilt_buckets(ready: Sequence[ParamSpec], config: BucketConfig) -> tuple[t
     return tuple(members for members, _ in _rebuilt(ready, config))
 
 
+def own_buckets(
+    own: Sequence[ParamSpec], ready: Sequence[ParamSpec], config: BucketConfig
+) -> list[list[ParamSpec]]:
+    """DDP's own buckets: rebuilt from the ready order if it rebuilds them, else those of its own order."""
+    order, rule = (ready, rebuilt_buckets) if config.rebuilds else (own, initial_buckets)
+    return [[order[place] for place in members] for members in rule(order, config)]
+
+
 def _rebuilt(ready: Sequence[ParamSpec], config: BucketConfig) -> list[tuple[tuple[int, ...], int]]:
     if not config.small_last_bucket:
         return assign_buckets(ready, config.rebuilt_limits)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx, nn
 
-from ddpopt.planning.bucket_rule import ParamSpec, Specs, initial_buckets, rebuilt_buckets, specs_from_ddp
+from ddpopt.planning.bucket_rule import ParamSpec, Specs, own_buckets, specs_from_ddp
 from ddpopt.planning.eager_reads import noting_reads
 from ddpopt.planning.expand_calls import Expanded, expanded_and_planned, ordered_within_calls
 from ddpopt.planning.facts import GraphFacts, collect
@@ -195,10 +195,8 @@ def plan_for_reducer(
         if imposed is not None:
             return plan_for_buckets(facts, [bucket.params for bucket in imposed.buckets], whole=inline)
         arriving = [use.spec for use in sorted(facts.params, key=lambda use: -use.completes_at)]
-        filled = arriving if config.rebuilds else [*specs.values()]
-        members = rebuilt_buckets(filled, config) if config.rebuilds else initial_buckets(filled, config)
-        buckets = [[filled[place].name for place in bucket] for bucket in members]
-        return plan_for_buckets(facts, buckets, whole=inline)
+        buckets = own_buckets([*specs.values()], arriving, config)
+        return plan_for_buckets(facts, [[spec.name for spec in bucket] for bucket in buckets], whole=inline)
 
     planned = _planned(gm, example_inputs, specs, strategy, collect(gm, example_inputs, specs), decide)
     return planned._replace(settled=imposed is not None)

@@ -14,7 +14,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 from ddpopt.errors import UsageError
 from ddpopt.planning.bucket_rule import ParamSpec
@@ -26,17 +26,15 @@ FORMAT = 1
 
 
 @dataclass(frozen=True)
-class Bucket:
+class SentTogether:
     """The gradients that are sent in one all-reduce.
 
     Attributes:
         index: position in reduction order; bucket 0 is ready first in backward.
-        params: names as in ``module.named_parameters()``, in ready order.
+        params: names as in ``module.named_parameters()``, in the bucket's order.
         nbytes: sum of ``numel * element_size`` over `params`.
         dtype: for instance ``"float32"``.
         device: for instance ``"cpu"`` or ``"cuda:0"``.
-        segment: index of the segment whose backward completes this bucket.
-        reason: why the bucket ends where it does, in words.
     """
 
     index: int
@@ -44,15 +42,26 @@ class Bucket:
     nbytes: int
     dtype: str
     device: str
-    segment: int
-    reason: str
 
     @classmethod
-    def of(cls, index: int, specs: Sequence[ParamSpec], segment: int, reason: str) -> Bucket:
-        """The bucket that holds these parameters, which share a dtype and a device."""
+    def of(cls, index: int, specs: Sequence[ParamSpec], *others: Any) -> Self:
+        """The bucket that holds these parameters, which share a dtype and a device; and its other fields."""
         nbytes = sum(spec.nbytes for spec in specs)
         names = tuple(spec.name for spec in specs)
-        return cls(index, names, nbytes, specs[0].dtype, specs[0].device, segment, reason)
+        return cls(index, names, nbytes, specs[0].dtype, specs[0].device, *others)
+
+
+@dataclass(frozen=True)
+class Bucket(SentTogether):
+    """A bucket of a plan, whose parameters are in ready order.
+
+    Attributes:
+        segment: index of the segment whose backward completes this bucket.
+        reason: why the bucket ends where it does, in words.
+    """
+
+    segment: int
+    reason: str
 
 
 @dataclass(frozen=True)

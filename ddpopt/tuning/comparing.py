@@ -7,10 +7,10 @@ strategy ``split`` are compiled for one plan; there each plan has one long turn,
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,15 +21,14 @@ from ddpopt.cases.case import Case
 from ddpopt.ddp.impose import impose
 from ddpopt.dynamo import api
 from ddpopt.observation.reducer_buckets import running_buckets
-from ddpopt.planning.bucket_rule import ParamSpec, initial_buckets, ready_buckets, specs_from_ddp
-from ddpopt.planning.limits import BucketConfig
-from ddpopt.planning.plan import Bucket, Plan
-from ddpopt.ranks.group import Ranks, joined, under_torchrun
-from ddpopt.ranks.pool import launch
-from ddpopt.tuning.measure_link import SIZES, measure_link
+from ddpopt.planning.bucket_rule import own_buckets, specs_from_ddp
+from ddpopt.planning.limits import MIB, BucketConfig
+from ddpopt.planning.plan import Plan
+from ddpopt.ranks.group import Ranks
+from ddpopt.tuning.measure_link import measure_link
 from ddpopt.tuning.observed import record
 from ddpopt.tuning.recording import Watch, one_each, run
-from ddpopt.tuning.records import Link, Profile
+from ddpopt.tuning.records import Link, Profile, ms, plan_of
 from ddpopt.tuning.simulate import Timeline, simulate
 from ddpopt.tuning.tune import tune
 
@@ -38,7 +37,6 @@ STRATEGIES = {"ddpopt-inline": "inline", "ddpopt-split": "split", "eager": "eage
 CAPS = ("bucket_cap_mb", "bucket_cap_mb_list")
 WARM_UP, PROFILED, TURNS, A_TURN = 3, 8, 4, 5
 """Steps of a plan that are not measured, profiled steps, turns of each plan, and measured steps in a turn."""
-Value = TypeVar("Value")
 How = tuple[Any, Any]
 
 
@@ -58,6 +56,11 @@ class Row:
     predicted: Timeline
     measured_s: tuple[float, ...]
 
+    @property
+    def step_s(self) -> float:
+        """The measured step: the median."""
+        return median(self.measured_s)
+
 
 @dataclass(frozen=True)
 class Tuned:
@@ -76,19 +79,13 @@ class Tuned:
     rows: tuple[Row, ...]
     observed: tuple[Timeline, ...] = ()
 
-    @property
-    def step_s(self) -> float:
-        """The measured step with the tuned buckets."""
-        return median(self.rows[-1].measured_s)
-
     def __str__(self) -> str:
         """The table that the command prints."""
         cells = [["", "buckets", "predicted", "measured", "exposed", "first MiB", "last MiB"]]
         for row in self.rows:
-            times = row.predicted.step_s, median(row.measured_s), row.predicted.exposed_s
-            sizes = [f"{row.plan.buckets[place].nbytes / 2**20:.2f}" for place in (0, -1)]
-            times_ms = [f"{seconds * 1000:.1f} ms" for seconds in times]
-            cells.append([row.name, str(len(row.plan.buckets)), *times_ms, *sizes])
+            times = map(ms, (row.predicted.step_s, row.step_s, row.predicted.exposed_s))
+            sizes = (f"{row.plan.buckets[place].nbytes / MIB:.2f}" for place in (0, -1))
+            cells.append([row.name, str(len(row.plan.buckets)), *times, *sizes])
         lines = [f"{name:24}" + "".join(f"{cell:>11}" for cell in others) for name, *others in cells]
         return "\n".join([self.title, str(self.link), "", *lines])
 
@@ -97,22 +94,6 @@ class Tuned:
         found = {each: json.loads(getattr(self, each).to_json()) for each in ("profile", "link")}
         found["rows"] = [{**asdict(row), "plan": row.plan.fingerprint} for row in self.rows]
         return json.dumps({**json.loads(self.rows[-1].plan.to_json()), **found}, indent=2)
-
-
-def on_ranks(task: Callable[..., Value], *args: Any, limit_s: float, on_event: Any, **where: Any) -> Value:
-    """What a task returns on rank 0, or under torchrun on this rank.
-
-    Args:
-        task: as for `ddpopt.ranks.pool.launch`, like all others.
-        *args: its other arguments.
-        limit_s: time limit in seconds.
-        on_event: called with what rank 0 emits.
-        **where: `nproc` and `device`; torchrun knows its own.
-    """
-    if under_torchrun():
-        with joined(on_event=on_event, timeout_s=limit_s) as ranks, ranks.limited(limit_s, "measuring"):
-            return task(ranks, *args)
-    return launch(task, *args, limit_s=limit_s, on_event=on_event, **where)[0]
 
 
 def link_on(ranks: Ranks) -> Link:
@@ -132,9 +113,8 @@ def tuned_on(ranks: Ranks, case: Case, how: How, link: Link | None, caps: Sequen
         caps: more values of ``bucket_cap_mb`` to compare with.
     """
     ranks.emit("compiling")
-    strategy, _ = how
     trainee = _Trainee(ranks, case, *how)
-    watch, kwargs, split = trainee.watch, case.ddp_kwargs, strategy == "split"
+    watch, strategy, kwargs = trainee.watch, how[0], case.ddp_kwargs
     run(watch.steps(WARM_UP), trainee.step)
     order, own = watch.ready_order(), specs_from_ddp(watch.ddp)
     ranks.emit("profiling")
@@ -142,14 +122,15 @@ def tuned_on(ranks: Ranks, case: Case, how: How, link: Link | None, caps: Sequen
     profile = run(watch.profiled(order, PROFILED, strategy), trainee.step).slowest(watch.ddp.process_group)
     ranks.emit("measuring all-reduces")
     link = link or measure_link(watch.ddp.process_group, ranks.device)
-    plain = {key: value for key, value in kwargs.items() if key not in CAPS}
-    own_cap = ", ".join(f"{cap}={kwargs[cap]}" for cap in CAPS if cap in kwargs)
-    rules = {"DDP's default": plain, **({own_cap: kwargs} if own_cap else {})}
-    rules |= {f"{CAPS[0]}={cap}": {**plain, CAPS[0]: cap} for cap in caps}
-    plans = {name: _by_rule(order, own, rule) for name, rule in rules.items()}
-    plans["tuned"] = tune(profile, link.slower(), SIZES[-1])
+    plans = {}
+    own_caps = {cap: kwargs[cap] for cap in CAPS if cap in kwargs}
+    for limits in ({}, own_caps, *({CAPS[0]: cap} for cap in caps)):
+        name = ", ".join(f"{cap}={value}" for cap, value in limits.items()) or "DDP's default"
+        config = BucketConfig.from_kwargs(**{**kwargs, **dict.fromkeys(CAPS), **limits})
+        plans[name] = plan_of(own_buckets(own, order, config), name)
+    plans["tuned"] = tune(profile, link.slower())
     measured: dict[str, list[float]] = {name: [] for name in plans}
-    turns = 1 if split else TURNS
+    turns = 1 if strategy == "split" else TURNS
     for turn in range(turns):
         for name, plan in plans.items():
             ranks.emit(f"turn {turn + 1} of {turns}: {name}")
@@ -173,7 +154,7 @@ class _Trainee:
             ddp = api.compile(ddp, backend=backend, strategy=strategy, buckets="open")
         self._call = self.watch.watched(ddp, lambda: None)
         self._optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-4)
-        self._inputs = self._made()
+        self._inputs: Any = None
 
     def use(self, plan: Plan) -> None:
         """Change the buckets."""
@@ -182,25 +163,13 @@ class _Trainee:
             torch._dynamo.reset()
         run(self.watch.steps(WARM_UP), self.step)
 
-    def _made(self) -> Any:
-        made = self._case.inputs(self._ranks.rank, 0)
-        return tree_map_only(torch.Tensor, lambda tensor: tensor.to(self._ranks.device), made)
-
     def step(self) -> None:
         """Train one step."""
-        if any(getattr(leaf, "grad_fn", None) for leaf in tree_leaves(self._inputs)):
-            self._inputs = self._made()  # computed from parameters, with a graph for one backward
+        # what is computed from parameters has a graph for one backward
+        if self._inputs is None or any(getattr(each, "grad_fn", None) for each in tree_leaves(self._inputs)):
+            made, device = self._case.inputs(self._ranks.rank, 0), self._ranks.device
+            self._inputs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), made)
         args, kwargs = self._inputs
         torch.autograd.backward(self._case.loss(self._call(*args, **kwargs)))
         self._optimizer.step()
         self._optimizer.zero_grad()
-
-
-def _by_rule(order: Sequence[ParamSpec], own: Sequence[ParamSpec], kwargs: Mapping[str, Any]) -> Plan:
-    """The buckets that DDP makes with these arguments."""
-    config = BucketConfig.from_kwargs(**kwargs)
-    if config.rebuilds:
-        groups = [([order[place] for place in members], why) for members, why in ready_buckets(order, config)]
-    else:
-        groups = [([own[place] for place in members], "") for members in initial_buckets(own, config)]
-    return Plan(tuple(Bucket.of(i, specs, 0, why) for i, (specs, why) in enumerate(groups)), (), ())

@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import median, quantiles
 from typing import Any, Literal
 
@@ -25,20 +24,19 @@ from ddpopt.ddp.plan_exchange import exchange_plans
 from ddpopt.dynamo import api
 from ddpopt.errors import UsageError
 from ddpopt.graph.nodes import CompilerFn
+from ddpopt.planning.limits import MIB
 from ddpopt.planning.plan import Plan
 from ddpopt.planning.strategy import Strategy, require_choice
-from ddpopt.tuning.measure_link import SIZES, measure_link
+from ddpopt.tuning.measure_link import measure_link
 from ddpopt.tuning.recording import Course, Watch
-from ddpopt.tuning.records import largest
+from ddpopt.tuning.records import largest, ms, read
 from ddpopt.tuning.simulate import simulate
-from ddpopt.tuning.tune import tune
+from ddpopt.tuning.tune import TIE, tune
 
 Buckets = Literal["plan", "ddp", "auto"]
 WHAT = "ddpopt.compile(plan=...)"
 WARM_UP, PROFILED, MEASURED = 5, 6, 12
 """Steps that are not counted, that are profiled, and that are measured before and after."""
-WORTH_IT = 0.995
-"""The buckets stay as they are where the expected step is not below this share."""
 logger = logging.getLogger("ddpopt")
 
 
@@ -98,20 +96,6 @@ def _read_plan(plan: Plan | str | os.PathLike[str]) -> Plan:
     return plan if isinstance(plan, Plan) else Plan.from_json(read("plan", plan))
 
 
-def read(what: str, file: str | os.PathLike[str]) -> str:
-    """The text of a file.
-
-    Raises:
-        UsageError: it cannot be read; the message begins with `what`.
-    """
-    try:
-        return Path(file).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise UsageError(
-            f"{what}: cannot read {str(file)!r}: {error}; name a file that ddpopt wrote"
-        ) from error
-
-
 def _tune_in_training(module: Any, ddp: Any, strategy: Strategy) -> None:
     """Tune the buckets of a compiled module in its next steps."""
     if module is ddp:
@@ -132,27 +116,29 @@ def _tune_in_training(module: Any, ddp: Any, strategy: Strategy) -> None:
 
 
 def _tuned(watch: Watch, strategy: Strategy) -> Course[None]:
-    """The steps in which a module is tuned."""
+    """The steps in which a module is tuned; raises UsageError where it cannot be."""
     ddp, group = watch.ddp, watch.ddp.process_group
     yield from watch.steps(WARM_UP)
     former = imposed_plan(ddp)
-    if former is None or (why := _why_not(ddp)):
-        logger.info("ddpopt: nothing is tuned: %s", "DDP keeps its own buckets" if former is None else why)
-        return
+    if former is None:
+        raise UsageError("DDP keeps its own buckets")
+    if ddp._join_config.enable:
+        raise UsageError("under join() ranks may stop at any step")
+    if ddp._get_ddp_logging_data().get("comm_hook") and not ddp._comm_hooks:
+        raise UsageError("a communication hook in C++ cannot be held back")
     before = yield from watch.steps(MEASURED)
     profile = yield from watch.profiled(watch.ready_order(), PROFILED, strategy)
     yield from watch.settled()
     impose(ddp, former)
     profile, link = profile.slowest(group), measure_link(group, watch.device)
-    plan = tune(profile, link.slower(), SIZES[-1])
+    plan = tune(profile, link.slower())
     was_s, now_s = (simulate(each, profile, link).step_s for each in (former, plan))
-    if now_s > was_s * WORTH_IT:
-        logger.info("ddpopt: the buckets stay: a step of %s expected, at best %s", _ms(was_s), _ms(now_s))
+    if now_s > was_s * (1 - TIE):
+        logger.info("ddpopt: the buckets stay: a step of %s expected, at best %s", ms(was_s), ms(now_s))
         return
-    sizes, former_sizes = (_sizes(each) for each in (plan, former))
-    expected = f"a step is expected to take {_ms(now_s)}, with the former ones {_ms(was_s)}"
     impose(ddp, plan)
-    logger.info("ddpopt: tuned to %s, from %s; %s", sizes, former_sizes, expected)
+    said = _sizes(plan), _sizes(former), ms(now_s), ms(was_s)
+    logger.info("ddpopt: tuned to %s, from %s; a step is expected to take %s instead of %s", *said)
     yield from watch.steps(WARM_UP)
     after = yield from watch.steps(MEASURED)
     was_s, noise_s, now_s, other_noise_s = largest(group, [*_centre(before), *_centre(after)])
@@ -161,15 +147,7 @@ def _tuned(watch: Watch, strategy: Strategy) -> Course[None]:
         yield from watch.settled()
         impose(ddp, former)
     done = "went back to the former buckets" if slower else "the tuned buckets stay"
-    logger.info("ddpopt: %s: a step took %s with the tuned ones, and %s before", done, _ms(now_s), _ms(was_s))
-
-
-def _why_not(ddp: Any) -> str:
-    """Why steps cannot be profiled; empty if they can."""
-    if ddp._join_config.enable:
-        return "under join() ranks may stop at any step"
-    hooked = ddp._get_ddp_logging_data().get("comm_hook") and not ddp._comm_hooks
-    return "a communication hook in C++ cannot be held back" if hooked else ""
+    logger.info("ddpopt: %s: a step took %s with the tuned ones, and %s before", done, ms(now_s), ms(was_s))
 
 
 def _centre(steps: Sequence[float]) -> tuple[float, float]:
@@ -178,10 +156,6 @@ def _centre(steps: Sequence[float]) -> tuple[float, float]:
     return median(steps), (high - low) / 2
 
 
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1000:.1f} ms"
-
-
 def _sizes(plan: Plan) -> str:
-    first, last = (f"{plan.buckets[place].nbytes / 2**20:.2f} MiB" for place in (0, -1))
+    first, last = (f"{plan.buckets[place].nbytes / MIB:.2f} MiB" for place in (0, -1))
     return f"{len(plan.buckets)} buckets (first {first}, last {last})"

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddpopt.tuning.recording import between, now
-from ddpopt.tuning.records import Link, conditions, largest
+from ddpopt.tuning.records import LARGEST, Link, conditions, largest
 
-SIZES = (1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 23)
-"""Bytes of one all-reduce; larger buckets are not tuned to, because their cost was not measured."""
+SIZES = (1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22, LARGEST)
+"""Bytes of one all-reduce."""
 COUNTS = (1, 3, 8)
 """All-reduces in a stream."""
 REPEATS = 5

@@ -15,6 +15,8 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from ddpopt.planning.limits import MIB
+from ddpopt.tuning.records import ms
 from ddpopt.tuning.simulate import Sent, Timeline
 
 ROWS = ("compute", "buckets", "network")
@@ -48,18 +50,9 @@ class Period:
     sent: Sent | None = None
 
     def __str__(self) -> str:
-        size = f", {self.sent.nbytes / 2**20:.3f} MiB ({self.sent.nbytes:,} bytes)" if self.sent else ""
+        size = f", {self.sent.nbytes / MIB:.3f} MiB ({self.sent.nbytes:,} bytes)" if self.sent else ""
         exposed = f", {ms(self.end_s - self.hidden_s)} exposed" if self.hidden_s < self.end_s else ""
         return f"{self.name}{size}: {ms(self.begin_s)} to {ms(self.end_s)}{exposed}"
-
-
-def ms(seconds: float) -> str:
-    """A time in milliseconds, with its unit.
-
-    >>> ms(1.23456)
-    '1,234.6 ms'
-    """
-    return f"{seconds * 1000:,.1f} ms"
 
 
 def spans(timeline: Timeline) -> list[Period]:
@@ -112,10 +105,8 @@ def chrome_trace(predicted: Timeline, observed: Sequence[Timeline] = ()) -> str:
                 parts = [(span.name, span.begin_s), ("exposed", span.hidden_s)]
                 for name, begin_s in parts if span.hidden_s < span.end_s else parts[:1]:
                     begin, end = round(begin_s * 1e6), round(span.end_s * 1e6)
-                    about = asdict(span.sent) if span.sent else {}
-                    events.append(
-                        {"ph": "X", "name": name, "ts": begin, "dur": end - begin, "args": about, **on}
-                    )
+                    at = {"ts": begin, "dur": end - begin, "args": asdict(span.sent) if span.sent else {}}
+                    events.append({"ph": "X", "name": name, **at, **on})
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
 
 

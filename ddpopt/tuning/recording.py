@@ -29,8 +29,8 @@ from ddpopt.ddp.reducer import install, outside_dynamo
 from ddpopt.errors import UsageError
 from ddpopt.planning.bucket_rule import ParamSpec
 from ddpopt.planning.model_graphs import specs_by_id
-from ddpopt.planning.plan import Bucket, Plan
-from ddpopt.tuning.records import Gradient, Profile, conditions, largest
+from ddpopt.planning.plan import Plan
+from ddpopt.tuning.records import Gradient, Profile, conditions, largest, plan_of
 
 _c10d: Any = dist  # torch does not mark its re-exports
 Value = TypeVar("Value")
@@ -51,7 +51,7 @@ def run(course: Course[Value], step: Callable[[], object]) -> Value:
 
 def one_each(specs: Sequence[ParamSpec]) -> Plan:
     """A plan whose buckets hold a gradient each."""
-    return Plan(tuple(Bucket.of(i, [spec], 0, "profiled") for i, spec in enumerate(specs)), (), ())
+    return plan_of(([spec] for spec in specs), "profiled")
 
 
 def now(device: torch.device) -> Any:
@@ -139,18 +139,18 @@ class Watch:
         yield from self.settled()
         hold = self._holding(order)
         yield
-        points: list[tuple[Any, ...]] = []
-        while len(points) < steps:
+        rows: list[list[tuple[Any, Any]]] = []
+        while len(rows) < steps:
             hold.kept, hold.times, begin = [], [], now(self.device)  # an earlier backward may have failed
             yield
             if len(hold.times) == len(order):  # there was a backward
-                points.append((begin, self._forward, hold.sent, now(self.device), hold.times))
-        rows = ([(a, b), (c, d), *((b, at) for at in times)] for a, b, c, d, times in points)
+                ready = [(self._forward, at) for at in hold.times]
+                rows.append([(begin, self._forward), (hold.sent, now(self.device)), *ready])
         columns = zip(*([between(*pair) for pair in row] for row in rows), strict=True)
-        forward_s, update_s, *ready = map(median, columns)
-        gradients = tuple(Gradient(spec, at) for spec, at in zip(order, ready, strict=True))
+        forward_s, update_s, *ready_s = map(median, columns)
+        gradients = tuple(Gradient(spec, at) for spec, at in zip(order, ready_s, strict=True))
         size = dist.get_world_size(self.ddp.process_group)
-        return Profile(gradients, forward_s, ready[-1], update_s, strategy, size, conditions())
+        return Profile(gradients, forward_s, ready_s[-1], update_s, strategy, size, conditions())
 
     def _holding(self, order: Sequence[ParamSpec]) -> Hold:
         """Give the reducer a bucket for each gradient, and a hook that keeps them."""

@@ -7,9 +7,11 @@ measured with, and is refused where it does not fit.
 from __future__ import annotations
 
 import json
+import os
 import platform
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -19,10 +21,14 @@ from ddpopt.ddp.agreement import agree
 from ddpopt.ddp.deferral import LONGEST_WAIT
 from ddpopt.errors import UsageError
 from ddpopt.planning.bucket_rule import ParamSpec
+from ddpopt.planning.limits import MIB
+from ddpopt.planning.plan import Bucket, Plan
 
 FORMAT = 1
 MARGIN = 1.25
 """How much longer bytes may take in training than when the link was measured."""
+LARGEST = 1 << 23
+"""Bytes of the largest all-reduce that a link is measured with."""
 SHOWN = 5
 
 
@@ -44,17 +50,16 @@ class Stored:
         kind = cls.__name__.lower()
         try:
             row = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise UsageError(f"expected a {kind} in JSON, got something else: {error}") from error
-        row = row.get(kind, row) if isinstance(row, dict) else {}
-        row = row if isinstance(row, dict) else {}
-        names = {f"ddpopt_{kind}", *(field.name for field in fields(cls))}
-        if row.get(f"ddpopt_{kind}") != FORMAT or row.keys() != names:
-            wrong = ", ".join(sorted(row.keys() ^ names)) or f"another format than {FORMAT}"
-            raise UsageError(
-                f"expected a {kind} that ddpopt wrote; missing or unknown: {wrong}. Measure it again"
-            )
-        del row[f"ddpopt_{kind}"]
+            row = dict(row.get(kind, row))
+            if row.pop(f"ddpopt_{kind}") != FORMAT:
+                raise ValueError(f"another format than {FORMAT}")
+            return cls._of(row)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            got = f"got something else: {type(error).__name__}: {error}"
+            raise UsageError(f"expected a {kind} that ddpopt wrote, {got}. Measure it again") from error
+
+    @classmethod
+    def _of(cls, row: dict[str, Any]) -> Self:
         return cls(**row)
 
 
@@ -94,36 +99,27 @@ class Profile(Stored):
     measured: Mapping[str, str]
 
     @classmethod
-    def from_json(cls, text: str) -> Profile:
-        """Read what `to_json` wrote, or what ``ddpopt tune --json`` wrote with it.
+    def _of(cls, row: dict[str, Any]) -> Self:
+        gradients = (Gradient(ParamSpec(**each["spec"]), each["ready_s"]) for each in row["gradients"])
+        return cls(**{**row, "gradients": tuple(gradients)})
 
-        Raises:
-            UsageError: `text` is not such a document.
-        """
-        found: Any = super().from_json(text)
-        try:
-            rows = [Gradient(ParamSpec(**each["spec"]), each["ready_s"]) for each in found.gradients]
-        except (KeyError, TypeError) as error:
-            raise UsageError(
-                f"a gradient of the profile is malformed: {error!r}. Measure it again"
-            ) from error
-        profile: Profile = replace(found, gradients=tuple(rows))
-        return profile
-
-    def require_fit(self, specs: Iterable[ParamSpec], world_size: int) -> None:
-        """Check that this is a profile of a model, for a number of ranks and this release of torch.
+    def require_fit(self, plan: Plan, world_size: int | None = None) -> None:
+        """Check that this is a profile of a plan's model, with this release of torch.
 
         Args:
-            specs: the model's parameters, in any order.
-            world_size: number of ranks.
+            plan: a plan for the model.
+            world_size: number of ranks that it must have been measured on; None for any.
 
         Raises:
             UsageError: it is not; the message has each difference.
         """
-        own = {gradient.spec.name: _size(gradient.spec) for gradient in self.gradients}
-        other = {spec.name: _size(spec) for spec in specs}
-        pairs = {"torch": (self.measured.get("torch"), str(torch.__version__))}
-        pairs["number of ranks"] = str(self.world_size), str(world_size)
+        here = str(torch.__version__)
+        pairs: dict[str, tuple[object, object]] = {"torch": (self.measured.get("torch", here), here)}
+        pairs["number of ranks"] = self.world_size, world_size or self.world_size
+        sizes = [each.spec.nbytes for each in self.gradients], [bucket.nbytes for bucket in plan.buckets]
+        pairs["bytes of all gradients"] = sum(sizes[0]), sum(sizes[1])
+        own = {gradient.spec.name: gradient.spec.dtype for gradient in self.gradients}
+        other = {name: bucket.dtype for bucket in plan.buckets for name in bucket.params}
         pairs |= {f"parameter {n!r}": (own.get(n, "none"), other.get(n, "none")) for n in {**own, **other}}
         lines = [f"  - {what}: {then}, here {here}" for what, (then, here) in pairs.items() if then != here]
         if lines:
@@ -132,13 +128,13 @@ class Profile(Stored):
 
     def slowest(self, group: dist.ProcessGroup) -> Profile:
         """The profile with the longest times of all ranks, equal on all ranks; each must call it."""
-        by_name = {gradient.spec.name: gradient for gradient in self.gradients}
-        names = sorted(by_name)  # two ranks may have seen the gradients in different orders
-        own = self.forward_s, self.backward_s, self.update_s, *(by_name[name].ready_s for name in names)
-        forward, backward, update, *ready = largest(group, own)
-        gradients = (Gradient(by_name[name].spec, at) for name, at in zip(names, ready, strict=True))
-        found = replace(self, gradients=tuple(order_of(gradients)), forward_s=forward)
-        return replace(found, backward_s=backward, update_s=update)
+        # two ranks may have seen the gradients in different orders
+        own = sorted(self.gradients, key=lambda gradient: gradient.spec.name)
+        times = self.forward_s, self.backward_s, self.update_s, *(gradient.ready_s for gradient in own)
+        forward_s, backward_s, update_s, *ready = largest(group, times)
+        gradients = order_of(replace(each, ready_s=at) for each, at in zip(own, ready, strict=True))
+        found = replace(self, gradients=tuple(gradients), forward_s=forward_s)
+        return replace(found, backward_s=backward_s, update_s=update_s)
 
 
 @dataclass(frozen=True)
@@ -177,9 +173,22 @@ class Link(Stored):
         return replace(self, seconds_per_byte=MARGIN * self.seconds_per_byte)
 
     def __str__(self) -> str:
-        each, mebibyte = (f"{s * 1000:.2f} ms" for s in (self.latency_s, 2**20 * self.seconds_per_byte))
+        each, mebibyte = (f"{s * 1000:.2f} ms" for s in (self.latency_s, MIB * self.seconds_per_byte))
         where = f"{self.backend}, {self.world_size} ranks"
         return f"link: {where}, {each} a bucket, {mebibyte} a MiB, {self.residual:.0%} off in the median"
+
+
+def read(what: str, file: str | os.PathLike[str]) -> str:
+    """The text of a file.
+
+    Raises:
+        UsageError: it cannot be read; the message begins with `what`.
+    """
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        came = f"cannot read {str(file)!r}: {error}"
+        raise UsageError(f"{what}: {came}; name a file that ddpopt wrote") from error
 
 
 def conditions() -> dict[str, str]:
@@ -187,10 +196,6 @@ def conditions() -> dict[str, str]:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor()
     versions = {"torch": str(torch.__version__), "python": platform.python_version(), "host": platform.node()}
     return {**versions, "device": device or platform.machine(), "threads": str(torch.get_num_threads())}
-
-
-def _size(spec: ParamSpec) -> str:
-    return f"{spec.nbytes} bytes of {spec.dtype}"
 
 
 def largest(group: dist.ProcessGroup, values: Sequence[float]) -> list[float]:
@@ -201,6 +206,20 @@ def largest(group: dist.ProcessGroup, values: Sequence[float]) -> list[float]:
     """
     texts = agree(group, "ddpopt: times of all ranks", json.dumps([*values]), LONGEST_WAIT)
     return [max(each) for each in zip(*map(json.loads, texts), strict=True)]
+
+
+def plan_of(groups: Iterable[Sequence[ParamSpec]], reason: str) -> Plan:
+    """A plan with these buckets and no segments, for `ddpopt.impose`."""
+    return Plan(tuple(Bucket.of(i, specs, 0, reason) for i, specs in enumerate(groups)), (), ())
+
+
+def ms(seconds: float) -> str:
+    """A time in milliseconds, with its unit.
+
+    >>> ms(1.23456)
+    '1,234.6 ms'
+    """
+    return f"{seconds * 1000:,.1f} ms"
 
 
 def order_of(gradients: Iterable[Gradient]) -> list[Gradient]:

@@ -19,6 +19,7 @@ So a tree is faster below ``p (p - 1 - ceil(log2 p)) a / b`` bytes. The measured
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from ddpopt.errors import UsageError
 from ddpopt.tuning.records import Link, Profile
@@ -46,44 +47,35 @@ def scaled(link: Link, world_size: int, algorithm: str = "ring") -> Link:
     """
     measured = link.world_size
     if min(world_size, measured) < 2:
-        raise UsageError(
-            f"--world-size: expected 2 or more, and a link of as many; got {world_size}, {measured}"
-        )
+        got = f"got {world_size}, and a link of {measured}"
+        raise UsageError(f"--world-size: expected 2 or more ranks, and a link of 2 or more; {got}")
     hops, share = world_size - 1, (world_size - 1) / world_size
     if algorithm == "tree":
         hops, share = (world_size - 1).bit_length(), 1.0
     far, much = hops / (measured - 1), share / ((measured - 1) / measured)
-    return replace(
-        link,
-        latency_s=link.latency_s * far,
-        drain_s=link.drain_s * far,
-        seconds_per_byte=link.seconds_per_byte * much,
-        processor_s_per_byte=link.processor_s_per_byte * much,
-        world_size=world_size,
-    )
+    by = {"latency_s": far, "drain_s": far, "seconds_per_byte": much, "processor_s_per_byte": much}
+    costs: dict[str, Any] = {name: factor * getattr(link, name) for name, factor in by.items()}
+    return replace(link, world_size=world_size, **costs)
 
 
-def best(profile: Profile, link: Link, size: int, most_bytes: int | None = None) -> tuple[str, Timeline]:
+def best(profile: Profile, link: Link, size: int) -> tuple[str, Timeline]:
     """Tune for a world size, with a ring and with a tree, and keep the better one.
 
     Args:
         profile: of the model; each rank has as large a batch as it had there.
         link: as for `scaled`.
         size: of the world, as for `scaled`.
-        most_bytes: as for `tune`.
 
     Returns:
         The algorithm's name, and the step with the tuned plan.
     """
-    found = {}
-    for algorithm in ("ring", "tree"):
-        cost = scaled(link, size, algorithm)
-        found[algorithm] = simulate(tune(profile, cost, most_bytes), profile, cost)
+    costs = {algorithm: scaled(link, size, algorithm) for algorithm in ("ring", "tree")}
+    found = {name: simulate(tune(profile, cost), profile, cost) for name, cost in costs.items()}
     return min(found.items(), key=lambda item: item[1].step_s)
 
 
 def report(
-    profile: Profile, link: Link, sizes: str, measured_s: float | None = None, most_bytes: int | None = None
+    profile: Profile, link: Link, sizes: str, measured_s: float | None = None
 ) -> tuple[str, dict[str, Timeline]]:
     """The tuned step at some world sizes, as a table and for a picture.
 
@@ -92,7 +84,6 @@ def report(
         link: as for `scaled`.
         sizes: world sizes with commas between them, such as ``"8,64,512,4096"``.
         measured_s: a measured step with the tuned plan on the ranks of the link; None if there is none.
-        most_bytes: as for `tune`.
 
     Returns:
         Text, and the steps by name, as `ddpopt.tuning.pictures.svg` takes them.
@@ -105,15 +96,14 @@ def report(
     lines, steps = [HEADER, "-" * len(HEADER)], {}
     ideal_s = profile.forward_s + profile.backward_s + profile.update_s
     for size in map(int, sizes.split(",")):
-        name, step = best(profile, link, size, most_bytes)
+        name, step = best(profile, link, size)
         steps[f"{size:,} ranks, {name}"] = step
         mib = [sent.nbytes / 2**20 for sent in step.buckets] or [0.0]
         row = f"{size:6,}  {name}  {step.step_s * 1000:9,.1f}  {step.exposed_s * 1000:11,.1f}"
-        share = ideal_s / (step.step_s or 1.0)
-        lines.append(f"{row}  {share:10.1%}  {len(mib):7,}  {mib[0]:10.2f}, {max(mib):7.2f}")
+        lines.append(f"{row}  {ideal_s / step.step_s:10.1%}  {len(mib):7,}  {mib[0]:10.2f}, {max(mib):7.2f}")
     here = f"The measured {link.world_size} ranks:"
     lines += [NOTE, f"{here} all-reduces are up to {link.residual:.0%} from the line through them."]
     if measured_s:
-        error = best(profile, link, link.world_size, most_bytes)[1].step_s / measured_s - 1
+        error = best(profile, link, link.world_size)[1].step_s / measured_s - 1
         lines.append(f"{here} a step takes {measured_s * 1000:,.1f} ms, {error:+.1%} in the model.")
     return "\n".join(lines), steps

@@ -19,11 +19,8 @@ Invariant: equal inputs give equal timelines.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 
-from ddpopt.errors import UsageError
 from ddpopt.planning.plan import Plan
 from ddpopt.tuning.records import Link, Profile
 
@@ -85,60 +82,23 @@ def simulate(plan: Plan, profile: Profile, link: Link) -> Timeline:
         When each bucket is complete, sent and back, and when the step ends.
 
     Raises:
-        UsageError: the plan and the profile are of different models.
+        UsageError: the profile is of another model, or of another release of torch.
     """
-    ready = {gradient.spec.name: gradient.ready_s for gradient in profile.gradients}
-    planned = [name for bucket in plan.buckets for name in bucket.params]
-    if sorted(planned) != sorted(ready):
-        wrong = sorted(set(planned) ^ set(ready)) or sorted({n for n in planned if planned.count(n) > 1})
-        differ = f"the plan and the profile differ in {len(wrong)} parameters, such as {wrong[0]!r}"
-        raise UsageError(f"simulate: {differ}; profile the model that the plan is for")
-    sizes = [bucket.nbytes for bucket in plan.buckets]
-    done = [max(ready[name] for name in bucket.params) for bucket in plan.buckets]
-    found = timeline(sizes, done, profile, link)
-    named = zip(found.buckets, plan.buckets, strict=True)
-    return replace(found, buckets=tuple(replace(sent, params=bucket.params) for sent, bucket in named))
-
-
-def simulate_files(plan: Plan, profile: str, link: str | None = None) -> Timeline:
-    """Predict a step from files.
-
-    Args:
-        plan: as for `simulate`.
-        profile: a file with a profile; it may have a link too.
-        link: a file with a link. Without any link, sending takes no time.
-
-    Returns:
-        As for `simulate`.
-
-    Raises:
-        UsageError: a file cannot be read, or is of another kind or model.
-    """
-    try:
-        text = Path(profile).read_text(encoding="utf-8")
-        cost = Path(link).read_text(encoding="utf-8") if link else text
-    except (OSError, ValueError) as error:
-        raise UsageError(f"expected a file with a profile, and one with a link: {error}") from error
-    known = link or '"ddpopt_link"' in text
-    found = Link.from_json(cost) if known else Link(0.0, 0.0, 0.0, 0.0, 0.0, "", 0, {})
-    return simulate(plan, Profile.from_json(text), found)
-
-
-def timeline(sizes: Sequence[int], done: Sequence[float], profile: Profile, link: Link) -> Timeline:
-    """Predict a step from each bucket's size in bytes and the time in backward at which it is complete."""
-    free = latest = before = 0.0
+    profile.require_fit(plan)
+    ready_s = {gradient.spec.name: gradient.ready_s for gradient in profile.gradients}
+    free = latest = delay = 0.0
     computed, begin = profile.backward_s, profile.forward_s
     found: list[Sent] = []
-    for index, (nbytes, complete) in enumerate(zip(sizes, done, strict=True)):
-        latest = max(latest, complete)
-        start = max(free, latest + before * link.processor_s_per_byte)
-        free = start + link.cost_s(nbytes)
-        computed = _delayed(computed, start, free, nbytes * link.processor_s_per_byte)
+    for bucket in plan.buckets:
+        latest = max([latest, *(ready_s[name] for name in bucket.params)])
+        start = max(free, latest + delay)
+        free, work = start + link.cost_s(bucket.nbytes), bucket.nbytes * link.processor_s_per_byte
+        computed = _delayed(computed, start, free, work)
         # what is sent before a bucket, but after its gradients are complete, does not delay it
-        ready = min(start, latest + before * link.processor_s_per_byte)
-        found.append(Sent(index, nbytes, begin + ready, begin + start, begin + free))
-        before += nbytes
-    reduced = max(computed, free + link.drain_s if sizes else 0.0)
+        times = begin + min(start, latest + delay), begin + start, begin + free
+        found.append(Sent(bucket.index, bucket.nbytes, *times, bucket.params))
+        delay += work
+    reduced = max(computed, free + link.drain_s if found else 0.0)
     ends = begin + computed, begin + reduced, begin + reduced + profile.update_s
     return Timeline(tuple(found), begin, *ends)
 

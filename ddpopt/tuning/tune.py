@@ -5,8 +5,8 @@ class of its own) have been sent. The earliest time at which the link is free in
 what follows, because a bucket starts at the later of that time and its own completion. Buckets are sent in
 the order of their last gradients: in any other order a bucket waits for one that is complete later.
 
-Among the partitions that end equally early one with the fewest buckets is chosen: backwards, each state gets
-the smallest number of buckets in which the rest can be sent before that end.
+Among the partitions that end equally early (`TIE`) one with the fewest buckets is chosen: backwards, each
+state gets the smallest number of buckets in which the rest can be sent before that end.
 """
 
 from __future__ import annotations
@@ -19,49 +19,48 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ddpopt.planning.plan import Bucket, Plan
-from ddpopt.tuning.records import Gradient, Link, Profile, order_of
+from ddpopt.planning.plan import Plan
+from ddpopt.tuning.records import LARGEST, Gradient, Link, Profile, order_of, plan_of
 
 MOST_STEPS = 60_000_000
 """Transitions to try at most, about two seconds. With more, neighbouring gradients are merged first."""
 Place = tuple[slice | int, ...]
-TIE = 1e-9
-"""Two ends that differ by less than this share are equal."""
+TIE = 1e-3
+"""Ends that differ by less than this share are equal: no measurement tells them apart."""
 
 
-def tune(profile: Profile, link: Link, most_bytes: int | None = None) -> Plan:
+def tune(profile: Profile, link: Link, most_bytes: float = LARGEST) -> Plan:
     """Find the buckets that end the step first.
 
     Args:
         profile: of the model.
         link: of the process group.
-        most_bytes: limit of a bucket's size in bytes; a gradient above it is sent alone.
+        most_bytes: limit of a bucket's size in bytes; a gradient above it is sent alone. By default no bucket
+            is larger than the all-reduces that were measured.
 
     Returns:
         A plan with these buckets and no segments, for `ddpopt.impose`.
     """
     groups = partition(order_of(profile.gradients), link, most_bytes)
-    end = "the step ends earliest with these buckets"
-    buckets = (Bucket.of(i, [g.spec for g in group], 0, end) for i, group in enumerate(groups))
-    return Plan(tuple(buckets), (), ())
+    return plan_of(([g.spec for g in group] for group in groups), "the step ends earliest with these buckets")
 
 
 Unit = tuple[Gradient, ...]
 """Gradients of one class that are sent together in any case; mostly one."""
 
 
-def partition(gradients: Sequence[Gradient], link: Link, most_bytes: float | None = None) -> list[Unit]:
+def partition(gradients: Sequence[Gradient], link: Link, most: float = math.inf) -> list[Unit]:
     """Divide gradients, in ready order, into the buckets that are back first.
 
     Args:
         gradients: in ready order.
         link: of the process group.
-        most_bytes: as for `tune`.
+        most: limit of a bucket's size in bytes.
 
     Returns:
         The buckets in the order in which they are sent.
     """
-    most, size = math.inf if most_bytes is None else most_bytes, 1
+    size = 1
     while _steps(units := _units(gradients, most, size)) > MOST_STEPS:
         size *= 2
     return _BestBuckets(units, link, most).buckets() if units else []
@@ -164,8 +163,7 @@ class _BestBuckets:
         earlier: Place = tuple(slice(0, count + 1) for count in before)
         here: Place = (*earlier[:axis], to + 1, *earlier[axis + 1 :])
         nbytes = self.sums[axis][to + 1] - self.sums[axis][: to + 1]
-        if self.most < math.inf:
-            nbytes[:-1] = nbytes[:-1].where(nbytes[:-1] <= self.most, math.inf)
+        nbytes[:-1] = nbytes[:-1].where(nbytes[:-1] <= self.most, math.inf)
         return earlier, here, self._along(axis, nbytes)
 
     def _along(self, axis: int, values: Tensor) -> Tensor:

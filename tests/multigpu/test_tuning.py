@@ -24,7 +24,6 @@ from ddpopt.ranks.failures import RanksFailed
 from ddpopt.ranks.group import Ranks
 from ddpopt.tuning import compiling
 from ddpopt.tuning.comparing import WARM_UP, tuned_on
-from ddpopt.tuning.measure_link import SIZES
 from ddpopt.tuning.recording import one_each
 from ddpopt.tuning.records import Gradient, Link, Profile
 from ddpopt.tuning.tune import tune
@@ -51,7 +50,7 @@ def test_while_a_model_is_tuned_and_after_it_went_back_its_gradients_are_those_o
         for each in (eager, tuned):
             each.register_comm_hook(None, allreduce_hook)
     order = [*reversed([*specs_by_id(tuned).values()])]
-    chosen: dict[str, Any] = {"WARM_UP": 2, "PROFILED": 2, "MEASURED": 3, "WORTH_IT": float("inf")}
+    chosen: dict[str, Any] = {"WARM_UP": 2, "PROFILED": 2, "MEASURED": 3, "TIE": float("-inf")}
     chosen |= {"_centre": lambda _: next(times), "tune": lambda *_: one_each(order)}
     for key, value in chosen.items():
         monkeypatch.setattr(compiling, key, value)
@@ -65,9 +64,9 @@ def test_while_a_model_is_tuned_and_after_it_went_back_its_gradients_are_those_o
     assert plans[2] == one_each(order)
     assert plans[4] == (plans[0] if slower else one_each(order))
     assert said[0].startswith("ddpopt: tuned to 11 buckets (first 0.00 MiB, last 0.00 MiB), from ")
-    end, took = ("went back to the former", "2600.0") if slower else ("the tuned", "2400.0")
+    end, took = ("went back to the former", "2,600.0") if slower else ("the tuned", "2,400.0")
     end += " buckets" if slower else " buckets stay"
-    assert said[1:] == [f"ddpopt: {end}: a step took {took} ms with the tuned ones, and 2000.0 ms before"]
+    assert said[1:] == [f"ddpopt: {end}: a step took {took} ms with the tuned ones, and 2,000.0 ms before"]
 
 
 def test_a_plan_in_a_file_is_imposed_if_each_rank_has_it(ranks: Ranks, tmp_path: Path) -> None:
@@ -119,7 +118,7 @@ def test_what_is_found_is_a_table_and_a_file_to_use_again(ranks: Ranks, strategy
     assert [row.name for row in tuned.rows] == ["DDP's default", "bucket_cap_mb=0", "tuned"]
     assert [len(row.plan.buckets) for row in tuned.rows][:2] == [1, 6]
     assert ranks.gather(text) == [text] * ranks.size
-    assert tuned.rows[-1].plan == tune(tuned.profile, tuned.link.slower(), SIZES[-1])
+    assert tuned.rows[-1].plan == tune(tuned.profile, tuned.link.slower())
     assert [line[:24].strip() for line in str(tuned).splitlines()[4:]] == [row.name for row in tuned.rows]
 
 

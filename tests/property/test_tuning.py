@@ -1,15 +1,16 @@
 """The tuned buckets are the best ones: compared with every partition, in the simulated model."""
 
+import math
 from collections.abc import Sequence
+from unittest.mock import patch
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ddpopt.planning.bucket_rule import ParamSpec
-from ddpopt.tuning.records import Gradient, Link, Profile
-from ddpopt.tuning.simulate import timeline
-from ddpopt.tuning.tune import partition
+from ddpopt.tuning import tune
+from ddpopt.tuning.records import Gradient, Link, Profile, plan_of
+from ddpopt.tuning.simulate import Timeline, simulate
 
 LINK = Link(1e-3, 1e-4, 0.0, 0.0, 0.0, "gloo", 2, {})
 times = st.integers(0, 40).map(lambda tenths: tenths / 10)
@@ -34,10 +35,8 @@ links = st.builds(
 )
 
 
-def end_of(buckets: Sequence[Sequence[Gradient]], link: Link) -> float:
-    sizes = [sum(g.spec.nbytes for g in bucket) for bucket in buckets]
-    done = [max(g.ready_s for g in bucket) for bucket in buckets]
-    return timeline(sizes, done, Profile((), 0.0, 0.0, 0.0, "eager", 2, {}), link).reduced_s
+def step_of(groups: Sequence[Sequence[Gradient]], profile: Profile, link: Link) -> Timeline:
+    return simulate(plan_of([[g.spec for g in group] for group in groups], ""), profile, link)
 
 
 def every_end(gradients: Sequence[Gradient], link: Link, most: float) -> list[tuple[float, int]]:
@@ -66,20 +65,25 @@ def every_end(gradients: Sequence[Gradient], link: Link, most: float) -> list[tu
     return found
 
 
-@given(gradients(), links, st.sampled_from([None, 4, 9]))
-def test_no_partition_ends_earlier_or_equally_early_with_fewer_buckets(
-    drawn: list[Gradient], link: Link, most: int | None
+@given(gradients(), links, st.sampled_from([math.inf, 4, 9]), st.sampled_from([1e-6, 1e-3, 0.1]))
+def test_no_partition_ends_earlier_by_more_than_a_tie_or_equally_early_with_fewer_buckets(
+    drawn: list[Gradient], link: Link, most: float, tie: float
 ) -> None:
-    tuned = partition(drawn, link, most)
+    with patch.object(tune, "TIE", tie):
+        tuned = tune.partition(drawn, link, most)
     assert sorted(g.spec.name for b in tuned for g in b) == sorted(g.spec.name for g in drawn)
-    every = every_end(drawn, link, most or float("inf"))
-    best = min(end for end, _ in every)
-    assert end_of(tuned, link) == pytest.approx(best, rel=1e-8, abs=1e-12)
-    assert len(tuned) == min(count for end, count in every if end <= best * (1 + 1e-10) + 1e-12)
+    every = every_end(drawn, link, most)
+    latest = min(end for end, _ in every) * (1 + tie)
+    profile = Profile(tuple(drawn), 0.0, 0.0, 0.0, "eager", 2, {})
+    assert step_of(tuned, profile, link).reduced_s <= latest + 1e-9
+    fewest, surely = (
+        min((n for end, n in every if end <= latest + by), default=99) for by in (1e-10, -1e-10)
+    )
+    assert fewest <= len(tuned) <= surely  # rounding decides about an end that is the latest itself
 
 
 def test_5000_gradients_of_two_dtypes_need_no_more_steps_than_the_limit() -> None:
     specs = [ParamSpec(f"p{n}", 1 + n % 7, "bfloat16" if n % 3 else "float32", "cpu") for n in range(5000)]
-    tuned = partition([Gradient(spec, n * 1e-3) for n, spec in enumerate(specs)], LINK)
+    tuned = tune.partition([Gradient(spec, n * 1e-3) for n, spec in enumerate(specs)], LINK)
     assert sorted(g.spec.name for b in tuned for g in b) == sorted(spec.name for spec in specs)
     assert all(len({g.spec.dtype for g in bucket}) == 1 for bucket in tuned)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.markup import escape
@@ -69,7 +69,7 @@ def _suffix(file: str) -> str:
 
 
 @contextmanager
-def status_line(first: str) -> Iterator[Callable[[str], None]]:
+def status_line(first: str) -> Iterator[Callable[[Any], None]]:
     """Show a line on stderr if it is a terminal; yields a function that replaces the line.
 
     Other output to stderr stays above the line. ``NO_COLOR`` is respected; ``FORCE_COLOR`` makes no terminal.

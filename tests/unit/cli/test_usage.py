@@ -67,7 +67,7 @@ def test_the_command_that_fuzz_prints_for_a_failure_runs(capsys: pytest.CaptureF
         ("verify tied --json /", "--json: cannot write '/'; name a file in a writable folder"),
         ("verify tied --report v.txt", "expected a file name that ends in .xml, .html, .md"),
         ("tune tied --mode ddpopt-inlin", "--mode: expected one of ddpopt-inline, ddpopt-split, eager, got"),
-        ("tune tied --link case.json", "expected a link that ddpopt wrote; missing or unknown: "),
+        ("tune tied --link case.json", "expected a link that ddpopt wrote, got something else: "),
         ("tune tied --link cut", "--link: cannot read 'cut': [Errno 21] Is a directory: 'cut'; name a file"),
         ("link --nproc 0", "expected at least one rank, got 0"),
         ("gate --baseline b.json --nproc 3", "--nproc: the baseline was measured with 2, got 3"),

@@ -9,12 +9,13 @@ import torch
 from expecttest import assert_expected_inline
 from torch import nn
 
+from ddpopt.cases import corpus
 from ddpopt.cases.case import Case
 from ddpopt.cases.corpus.parameters import MixedDtypes
 from ddpopt.errors import UsageError
 from ddpopt.explanation.explain import explain, explain_case
 from ddpopt.explanation.result import Tally
-from ddpopt.planning.bucket_rule import ParamSpec
+from ddpopt.planning.bucket_rule import specs_from_module
 from ddpopt.planning.plan import Plan
 from ddpopt.tuning.records import Gradient, Link, Profile
 from ddpopt.tuning.simulate import simulate
@@ -153,8 +154,9 @@ def test_json_holds_the_plan_and_all_else_that_is_shown() -> None:
 
 def test_a_profile_adds_the_step_that_it_predicts(tmp_path: Path) -> None:
     explanation, link = explained("keyword"), Link(0.001, 1e-8, 0.002, 0.0, 0.0, "gloo", 2, {})
-    specs = [ParamSpec(n, 4, "float32", "cpu") for b in explanation.plan.buckets for n in b.params]
-    ready = tuple(Gradient(spec, 0.02 * place) for place, spec in enumerate(specs))
+    specs = {spec.name: spec for spec in specs_from_module(corpus.case("keyword").model())}
+    order = [specs[name] for bucket in explanation.plan.buckets for name in bucket.params]
+    ready = tuple(Gradient(spec, 0.02 * place) for place, spec in enumerate(order))
     profile = Profile(ready, 0.1, 0.3, 0.05, "eager", 2, {})
     for record in (profile, link):
         (tmp_path / type(record).__name__).write_text(record.to_json())
@@ -171,7 +173,7 @@ f forward, b backward, . waiting, u update; - complete, =
 sent while backward computes, # exposed""",
     )
     assert json.loads(shown.to_json())["timeline"]["step_s"] == simulate(shown.plan, profile, link).step_s
-    with pytest.raises(UsageError, match=r"^expected a file with a profile.*absent"):
+    with pytest.raises(UsageError, match=r"^--profile: cannot read 'absent'"):
         explanation.predicted("absent")
 
 

@@ -7,7 +7,7 @@ import torch
 
 from ddpopt.errors import UsageError
 from ddpopt.planning.bucket_rule import ParamSpec
-from ddpopt.tuning.records import Gradient, Link, Profile, Stored
+from ddpopt.tuning.records import Gradient, Link, Profile, Stored, plan_of
 
 SPECS = [ParamSpec(f"p{index}", 4 * index, "float32", "cpu") for index in range(6)]
 PROFILE = Profile(
@@ -27,10 +27,12 @@ def test_what_was_stored_is_read_back_equal_and_nothing_else_is_read(stored: Sto
     kind, text = type(stored).__name__.lower(), stored.to_json()
     assert type(stored).from_json(text) == stored
     wrong = {
-        "{": f"expected a {kind} in JSON, got something else: Expecting",
-        "[]": f"expected a {kind} that ddpopt wrote; missing or unknown: b",
-        text.replace("world_size", "ranks"): "missing or unknown: ranks, world_size. Measure it again",
-        text.replace(f'"ddpopt_{kind}": 1', f'"ddpopt_{kind}": 2'): "unknown: another format than 1. Measure",
+        "{": f"expected a {kind} that ddpopt wrote, got something else: JSONDecodeError: Expecting",
+        "[]": f"expected a {kind} that ddpopt wrote, got something else: AttributeError: 'list'",
+        text.replace("world_size", "ranks"): "unexpected keyword argument 'ranks'. Measure it again",
+        text.replace(
+            f'"ddpopt_{kind}": 1', f'"ddpopt_{kind}": 2'
+        ): "ValueError: another format than 1. Measure",
         text.replace('"ready_s"', '"at"').replace('"backend": "gloo"', '"x": 1'): ". Measure it again",
     }
     for given, said in wrong.items():
@@ -40,16 +42,16 @@ def test_what_was_stored_is_read_back_equal_and_nothing_else_is_read(stored: Sto
 
 
 def test_a_profile_of_something_else_is_refused_with_what_differs() -> None:
-    PROFILE.require_fit(reversed(SPECS), 2)
-    here = [ParamSpec("p0", 0, "float64", "cpu"), *SPECS[4:]]
+    PROFILE.require_fit(plan_of([SPECS[::2], SPECS[1::2]], ""), 2)
+    here = plan_of([[ParamSpec("p0", 8, "float64", "cpu")], SPECS[4:]], "")
     with pytest.raises(UsageError) as caught:
         replace(PROFILE, measured={"torch": "2.0"}).require_fit(here, 8)
     assert str(caught.value) == (
         "the profile is of something else:\n"
         f"  - torch: 2.0, here {torch.__version__}\n"
         "  - number of ranks: 2, here 8\n"
-        "  - parameter 'p0': 0 bytes of float32, here 0 bytes of float64\n"
-        "  - parameter 'p1': 4 bytes of float32, here none\n"
-        "  - parameter 'p2': 8 bytes of float32, here none\n"
-        "  - and 1 more"
+        "  - bytes of all gradients: 60, here 44\n"
+        "  - parameter 'p0': float32, here float64\n"
+        "  - parameter 'p1': float32, here none\n"
+        "  - and 2 more"
     )
