@@ -177,9 +177,10 @@ def tune(  # noqa: PLR0913  # one for each option of the command line
     from ddpopt.tuning.comparing import STRATEGIES, tuned_on
     from ddpopt.tuning.pictures import chrome_trace, page
     from ddpopt.tuning.records import Link, read
-    from ddpopt.tuning.scale import report
+    from ddpopt.tuning.scale import report, world_sizes
 
     how = named(mode, STRATEGIES, "--mode"), backend_of(backend)
+    world_sizes(world_size or "2")  # before anything is measured
     stored = None if link is None else Link.from_json(read("--link", link))
     if found := _measured(nproc, device, timeout, tuned_on, _case(target, ddp), how, stored):
         text, steps = str(found), {row.name: row.predicted for row in found.rows}

@@ -27,7 +27,7 @@ from ddpopt.planning.plan import Plan
 from ddpopt.ranks.group import Ranks
 from ddpopt.tuning.measure_link import measure_link
 from ddpopt.tuning.observed import record
-from ddpopt.tuning.recording import Watch, one_each, run
+from ddpopt.tuning.recording import Watch, one_each, require_profilable, run
 from ddpopt.tuning.records import Link, Profile, ms, plan_of
 from ddpopt.tuning.simulate import Timeline, simulate
 from ddpopt.tuning.tune import tune
@@ -115,6 +115,7 @@ def tuned_on(ranks: Ranks, case: Case, how: How, link: Link | None, caps: Sequen
     ranks.emit("compiling")
     trainee = _Trainee(ranks, case, *how)
     watch, strategy, kwargs = trainee.watch, how[0], case.ddp_kwargs
+    require_profilable(watch.ddp)
     run(watch.steps(WARM_UP), trainee.step)
     order, own = watch.ready_order(), specs_from_ddp(watch.ddp)
     ranks.emit("profiling")

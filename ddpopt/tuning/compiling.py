@@ -9,6 +9,7 @@ Invariant: all ranks change to the same plan before the same step, and in each t
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from statistics import median, quantiles
 from typing import Any, Literal
 
 from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
 
 from ddpopt.ddp.deferral import LONGEST_WAIT
 from ddpopt.ddp.fit import ddp_within
@@ -28,7 +30,7 @@ from ddpopt.planning.limits import MIB
 from ddpopt.planning.plan import Plan
 from ddpopt.planning.strategy import Strategy, require_choice
 from ddpopt.tuning.measure_link import measure_link
-from ddpopt.tuning.recording import Course, Watch
+from ddpopt.tuning.recording import Course, Watch, require_profilable
 from ddpopt.tuning.records import largest, ms, read
 from ddpopt.tuning.simulate import simulate
 from ddpopt.tuning.tune import TIE, tune
@@ -98,7 +100,7 @@ def _read_plan(plan: Plan | str | os.PathLike[str]) -> Plan:
 
 def _tune_in_training(module: Any, ddp: Any, strategy: Strategy) -> None:
     """Tune the buckets of a compiled module in its next steps."""
-    if module is ddp:
+    if not isinstance(module, OptimizedModule):
         logger.info("ddpopt: nothing is tuned: torch.compile is disabled")
         return
     watch, forward = Watch(ddp), module.forward
@@ -108,11 +110,14 @@ def _tune_in_training(module: Any, ddp: Any, strategy: Strategy) -> None:
         try:
             next(course)
         except (StopIteration, UsageError) as ended:
-            module.forward = forward
+            if module.forward is watched:  # else it is wrapped
+                module.forward = forward
             if isinstance(ended, UsageError):
                 logger.info("ddpopt: nothing is tuned: %s", ended)
 
-    module.forward = watch.watched(forward, begin)
+    module.forward = watched = watch.watched(forward, begin)
+    again = {**module._compile.keywords, "buckets": "auto"}
+    module.__dict__["_compile"] = functools.partial(compile, **again)
 
 
 def _tuned(watch: Watch, strategy: Strategy) -> Course[None]:
@@ -122,10 +127,7 @@ def _tuned(watch: Watch, strategy: Strategy) -> Course[None]:
     former = imposed_plan(ddp)
     if former is None:
         raise UsageError("DDP keeps its own buckets")
-    if ddp._join_config.enable:
-        raise UsageError("under join() ranks may stop at any step")
-    if ddp._get_ddp_logging_data().get("comm_hook") and not ddp._comm_hooks:
-        raise UsageError("a communication hook in C++ cannot be held back")
+    require_profilable(ddp)
     before = yield from watch.steps(MEASURED)
     profile = yield from watch.profiled(watch.ready_order(), PROFILED, strategy)
     yield from watch.settled()
@@ -136,7 +138,7 @@ def _tuned(watch: Watch, strategy: Strategy) -> Course[None]:
     if now_s > was_s * (1 - TIE):
         logger.info("ddpopt: the buckets stay: a step of %s expected, at best %s", ms(was_s), ms(now_s))
         return
-    impose(ddp, plan)
+    impose(ddp, plan, timeout=LONGEST_WAIT)  # tuning takes longer on some ranks
     said = _sizes(plan), _sizes(former), ms(now_s), ms(was_s)
     logger.info("ddpopt: tuned to %s, from %s; a step is expected to take %s instead of %s", *said)
     yield from watch.steps(WARM_UP)

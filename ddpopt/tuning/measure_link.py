@@ -45,7 +45,7 @@ def measure_link(group: Any, device: torch.device) -> Link:
     own = [_stream_s(group, device, *stream) for stream in streams]
     *seconds, processor = largest(group, [*own, _processor_s_per_byte(group, device)])
     rows = [(count, count * size, each) for (count, size), each in zip(streams, seconds, strict=True)]
-    drain, latency, per_byte = fitted(rows)
+    drain, latency, per_byte = largest(group, fitted(rows))  # LAPACK may round differently elsewhere
     residual = median(abs(drain + count * latency + nbytes * per_byte - s) / s for count, nbytes, s in rows)
     processor = min(processor, per_byte)  # more is noise: sending takes no more than the whole processor
     size, backend = dist.get_world_size(group), str(dist.get_backend(group))

@@ -11,8 +11,8 @@ others, and no communication disturbs the computation that is measured.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
+import sys
 import time
 from collections.abc import Callable, Generator, Sequence
 from statistics import median
@@ -85,18 +85,24 @@ class Watch:
         self.ddp = ddp
         self.device: torch.device = next(ddp.module.parameters()).device
         self._forward: Any = None
+        self._stats: Any = None
 
     def watched(self, forward: Callable[..., Any], begin: Callable[[], None]) -> Callable[..., Any]:
-        """`forward`; before each that will be synchronized `begin` is called, and its end is noted."""
+        """`forward`, with `begin` before the first synchronized one after each backward; its end is noted.
+
+        A backward that reduced is what all ranks have in common: one of them may run more forwards.
+        """
 
         @outside_dynamo
         def watched(*args: Any, **kwargs: Any) -> Any:
             if not (torch.is_grad_enabled() and self.ddp.require_backward_grad_sync):
                 return forward(*args, **kwargs)
-            begin()
-            output = forward(*args, **kwargs)
-            self._forward = now(self.device)
-            return output
+            if self.ddp.reducer.get_backward_stats() != self._stats:
+                begin()
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                self._stats, self._forward = self.ddp.reducer.get_backward_stats(), now(self.device)
 
         return watched
 
@@ -108,13 +114,18 @@ class Watch:
             points.append(now(self.device))
         return [between(*pair) for pair in itertools.pairwise(points)]
 
-    def settled(self) -> Course[None]:
-        """Let steps run until the buckets may change; raises UsageError where they never may."""
-        for _ in range(TRIES):
-            with contextlib.suppress(UsageError):  # the user runs two forwards before one backward
-                return require_between_iterations(self.ddp)
+    def settled(self, tries: int = sys.maxsize) -> Course[None]:
+        """Let steps run until the buckets may change on all ranks; raises UsageError after so many."""
+        for _ in range(tries):
+            problem = ""
+            try:
+                require_between_iterations(self.ddp)
+            except UsageError as error:  # perhaps on this rank only
+                problem = str(error)
+            if not any(largest(self.ddp.process_group, [bool(problem)])):
+                return
             yield
-        require_between_iterations(self.ddp)
+        raise UsageError(problem or "the buckets of another rank cannot change now")
 
     def ready_order(self) -> list[ParamSpec]:
         """The parameters in the order in which their gradients were complete in the last backward.
@@ -136,7 +147,7 @@ class Watch:
         Returns:
             The profile of this rank: medians over the steps.
         """
-        yield from self.settled()
+        yield from self.settled(TRIES)
         hold = self._holding(order)
         yield
         rows: list[list[tuple[Any, Any]]] = []
@@ -154,13 +165,34 @@ class Watch:
 
     def _holding(self, order: Sequence[ParamSpec]) -> Hold:
         """Give the reducer a bucket for each gradient, and a hook that keeps them."""
-        hold, hooks = Hold(self.ddp, self.device, len(order)), self.ddp._comm_hooks
+        hold, hooks = Hold(self.ddp, self.device, len(order)), _hooks(self.ddp)
         # the last of them is registered
-        with patch.object(self.ddp, "_comm_hooks", [(hold, None)] if hooks else hooks):
+        with patch.object(self.ddp, "_comm_hooks", [(hold, None)] if hooks else self.ddp._comm_hooks):
             install(self.ddp, one_each(order))
         if not hooks:
             _c10d._register_comm_hook(self.ddp.reducer, None, hold)
         return hold
+
+
+def require_profilable(ddp: Any) -> None:
+    """Check that steps of a module can be profiled with other buckets; raises UsageError."""
+    named, states = ddp._get_ddp_logging_data().get("comm_hook"), [state for _, state in _hooks(ddp)]
+    skips = getattr(ddp, "skip_all_reduce_unused_params", False)
+    reasons = {
+        "under join() ranks may stop at any step": ddp._join_config.enable,
+        "skip_all_reduce_unused_params skips buckets that others would wait for": skips,
+        "a communication hook in C++ cannot be held back": named and not states,
+        "a communication hook with a state, such as PowerSGD's, may depend on the buckets": not all(
+            state is None or isinstance(state, dist.ProcessGroup) for state in states
+        ),
+    }
+    if why := [reason for reason, holds in reasons.items() if holds]:
+        raise UsageError("; ".join(why))
+
+
+def _hooks(ddp: Any) -> list[tuple[Any, Any]]:
+    """The communication hooks in Python; a copy lists those of its original, which it does not have."""
+    return [*ddp._comm_hooks] if ddp._get_ddp_logging_data().get("comm_hook") else []
 
 
 class Hold:
@@ -175,7 +207,7 @@ class Hold:
     def __init__(self, ddp: Any, device: torch.device, count: int) -> None:
         self._device, self._count = device, count
         # the module's own hook, or what the reducer does without any
-        self._hook, self._state = (ddp._comm_hooks or [(allreduce_hook, ddp.process_group)])[-1]
+        self._hook, self._state = (_hooks(ddp) or [(allreduce_hook, ddp.process_group)])[-1]
         self.kept: list[tuple[Any, Future[Any]]] = []
         self.times: list[Any] = []
         self.sent: Any = None

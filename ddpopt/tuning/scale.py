@@ -58,6 +58,13 @@ def scaled(link: Link, world_size: int, algorithm: str = "ring") -> Link:
     return replace(link, world_size=world_size, **costs)
 
 
+def world_sizes(text: str) -> list[int]:
+    """Read world sizes with commas between them; raises UsageError if one is not a number of at least 2."""
+    if not all(size.strip().isdecimal() and int(size) > 1 for size in text.split(",")):
+        raise UsageError(f"--world-size: expected numbers of 2 or more, such as 8,64,512, got {text!r}")
+    return [*map(int, text.split(","))]
+
+
 def best(profile: Profile, link: Link, size: int) -> tuple[str, Timeline]:
     """Tune for a world size, with a ring and with a tree, and keep the better one.
 
@@ -91,11 +98,9 @@ def report(
     Raises:
         UsageError: a world size is not a number of at least 2.
     """
-    if not all(size.strip().isdecimal() for size in sizes.split(",")):
-        raise UsageError(f"--world-size: expected numbers such as 8,64,512, got {sizes!r}")
     lines, steps = [HEADER, "-" * len(HEADER)], {}
     ideal_s = profile.forward_s + profile.backward_s + profile.update_s
-    for size in map(int, sizes.split(",")):
+    for size in world_sizes(sizes):
         name, step = best(profile, link, size)
         steps[f"{size:,} ranks, {name}"] = step
         mib = [sent.nbytes / 2**20 for sent in step.buckets] or [0.0]

@@ -1,5 +1,6 @@
 """Tuning on several ranks: eager DDP's gradients in every step, and one plan on all ranks."""
 
+import copy
 import itertools
 import json
 import logging
@@ -29,11 +30,23 @@ from ddpopt.tuning.records import Gradient, Link, Profile
 from ddpopt.tuning.tune import tune
 from tests.multigpu.models import arbitrary_plan
 from tests.multigpu.test_impose import raised, wanted_of, watch
-from tests.multigpu.training import SETTINGS, Buckets, alike, build, train
+from tests.multigpu.training import (
+    SETTINGS,
+    UNUSED,
+    Buckets,
+    Setting,
+    accumulating_somewhere_step,
+    alike,
+    build,
+    train,
+    unused_somewhere_step,
+)
 
+SKIPPED = {"skip_all_reduce_unused_params": True}
 LINK = Link(1e-4, 1e-9, 0.0, 0.0, 0.0, "gloo", 2, {})
 SLOWER = ("default", "unused somewhere", "one backward")
-TUNED = (*SLOWER, "static graph", "bucket view", "accumulation")
+TUNED = (*SLOWER, "static graph", "bucket view", "accumulation", "more forwards somewhere")
+FEW = {"WARM_UP": 2, "PROFILED": 2, "MEASURED": 3}
 
 
 @pytest.mark.timeout(120)
@@ -50,7 +63,7 @@ def test_while_a_model_is_tuned_and_after_it_went_back_its_gradients_are_those_o
         for each in (eager, tuned):
             each.register_comm_hook(None, allreduce_hook)
     order = [*reversed([*specs_by_id(tuned).values()])]
-    chosen: dict[str, Any] = {"WARM_UP": 2, "PROFILED": 2, "MEASURED": 3, "TIE": float("-inf")}
+    chosen: dict[str, Any] = {**FEW, "TIE": float("-inf")}
     chosen |= {"_centre": lambda _: next(times), "tune": lambda *_: one_each(order)}
     for key, value in chosen.items():
         monkeypatch.setattr(compiling, key, value)
@@ -67,6 +80,50 @@ def test_while_a_model_is_tuned_and_after_it_went_back_its_gradients_are_those_o
     end, took = ("went back to the former", "2,600.0") if slower else ("the tuned", "2,400.0")
     end += " buckets" if slower else " buckets stay"
     assert said[1:] == [f"ddpopt: {end}: a step took {took} ms with the tuned ones, and 2,000.0 ms before"]
+
+
+REFUSED = {
+    "PowerSGD": (SETTINGS["default"], "a communication hook with a state, such as PowerSGD's, may depend on"),
+    "skipped": (
+        Setting(unused_somewhere_step, UNUSED | SKIPPED),
+        "skip_all_reduce_unused_params skips buckets",
+    ),
+    "accumulated": (Setting(accumulating_somewhere_step, UNUSED), "cannot change now"),
+}
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", REFUSED)
+def test_where_the_buckets_cannot_change_nothing_is_tuned_and_gradients_are_those_of_ddp(
+    ranks: Ranks, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "ddpopt")
+    setting, why = REFUSED[name]
+    eager, tuned = (build(setting, ranks) for _ in range(2))
+    if name == "PowerSGD":
+        for each in (eager, tuned):
+            each.register_comm_hook(object(), lambda _, bucket: allreduce_hook(None, bucket))  # type: ignore[arg-type]  # torch's None is the default group
+    for key, value in FEW.items():
+        monkeypatch.setattr(compiling, key, value)
+    model = ddpopt.compile(tuned, backend="aot_eager", buckets="auto")
+    forward = model.forward
+    model.forward = wrapped = lambda *args, **kwargs: forward(*args, **kwargs)
+    equal, plans = [], []
+    for _ in range(6):
+        equal.append(alike(ranks, train(model, setting, ranks, []), train(eager, setting, ranks, [])))
+        plans.append(imposed_plan(tuned))
+    assert (equal, plans) == ([True] * 6, plans[:1] * 6)
+    [said] = [message for message in caplog.messages if "tuned" in message]
+    assert said.startswith("ddpopt: nothing is tuned: ")
+    assert why in said
+    assert model.forward is wrapped
+    assert copy.deepcopy(model)._compile.keywords["buckets"] == "auto"
+
+
+def test_a_wrapper_is_not_changed_where_torch_compile_is_disabled(ranks: Ranks) -> None:
+    wrapper = nn.Sequential(build(SETTINGS["default"], ranks))
+    assert ddpopt.compile(wrapper, buckets="auto", disable=True) is wrapper
+    assert "forward" not in vars(wrapper)
 
 
 def test_a_plan_in_a_file_is_imposed_if_each_rank_has_it(ranks: Ranks, tmp_path: Path) -> None:

@@ -45,6 +45,16 @@ def shared_backward_step(ddp: DistributedDataParallel, step: int, ranks: Ranks) 
         return first + loss(ddp(batch(ranks, step, part=1)))
 
 
+def more_forwards_step(ddp: DistributedDataParallel, step: int, ranks: Ranks) -> Tensor:
+    if ranks.rank == 0:
+        ddp(batch(ranks, step, part=1))
+    return plain_step(ddp, step, ranks)
+
+
+def accumulating_somewhere_step(ddp: DistributedDataParallel, step: int, ranks: Ranks) -> Tensor:
+    return (accumulating_step if ranks.rank == 0 else plain_step)(ddp, step, ranks)
+
+
 def unused_somewhere_step(ddp: DistributedDataParallel, step: int, ranks: Ranks) -> Tensor:
     return loss(ddp(batch(ranks, step), use_optional=(step + ranks.rank) % 3 == 0))
 
@@ -79,6 +89,7 @@ SETTINGS = {
     "bucket view": Setting(arguments={"gradient_as_bucket_view": True}, keeps_gradients=True),
     "accumulation": Setting(accumulating_step),
     "one backward": Setting(shared_backward_step),
+    "more forwards somewhere": Setting(more_forwards_step),
 }
 
 

@@ -69,6 +69,10 @@ def test_the_command_that_fuzz_prints_for_a_failure_runs(capsys: pytest.CaptureF
         ("tune tied --mode ddpopt-inlin", "--mode: expected one of ddpopt-inline, ddpopt-split, eager, got"),
         ("tune tied --link case.json", "expected a link that ddpopt wrote, got something else: "),
         ("tune tied --link cut", "--link: cannot read 'cut': [Errno 21] Is a directory: 'cut'; name a file"),
+        (
+            "tune tied --world-size 8,1",
+            "--world-size: expected numbers of 2 or more, such as 8,64,512, got '8,1'",
+        ),
         ("link --nproc 0", "expected at least one rank, got 0"),
         ("gate --baseline b.json --nproc 3", "--nproc: the baseline was measured with 2, got 3"),
         ("gate --baseline b.json --mode torch", "measured with ('ddpopt-inline',), got ('torch',)"),
