@@ -39,10 +39,8 @@ from tests.multigpu.training import (
     alike,
     build,
     train,
-    unused_somewhere_step,
 )
 
-SKIPPED = {"skip_all_reduce_unused_params": True}
 LINK = Link(1e-4, 1e-9, 0.0, 0.0, 0.0, "gloo", 2, {})
 SLOWER = ("default", "unused somewhere", "one backward")
 TUNED = (*SLOWER, "static graph", "bucket view", "accumulation", "more forwards somewhere")
@@ -84,10 +82,6 @@ def test_while_a_model_is_tuned_and_after_it_went_back_its_gradients_are_those_o
 
 REFUSED = {
     "PowerSGD": (SETTINGS["default"], "a communication hook with a state, such as PowerSGD's, may depend on"),
-    "skipped": (
-        Setting(unused_somewhere_step, UNUSED | SKIPPED),
-        "skip_all_reduce_unused_params skips buckets",
-    ),
     "accumulated": (Setting(accumulating_somewhere_step, UNUSED), "cannot change now"),
 }
 
