@@ -1,8 +1,7 @@
 """The ``ddpopt`` command: the options of each subcommand, and the part of the package that does the work.
 
 Exit codes: 0 right, 1 the program under test is wrong, 2 usage, 3 not judged. A ddpopt error is printed to
-stderr without a traceback, and exits with its own code. Heavy imports are inside the commands, so that help
-needs no torch.
+stderr without a traceback. Heavy imports are inside the commands, so that help needs no torch.
 """
 
 from __future__ import annotations
@@ -179,15 +178,14 @@ def tune(  # noqa: PLR0913  # one for each option of the command line
     from ddpopt.tuning.records import Link, read
     from ddpopt.tuning.scale import report, world_sizes
 
-    how = named(mode, STRATEGIES, "--mode"), backend_of(backend)
     world_sizes(world_size or "2")  # before anything is measured
+    how = named(mode, STRATEGIES, "--mode"), backend_of(backend)
     stored = None if link is None else Link.from_json(read("--link", link))
     if found := _measured(nproc, device, timeout, tuned_on, _case(target, ddp), how, stored):
         text, steps = str(found), {row.name: row.predicted for row in found.rows}
         if world_size:
-            told, more = report(
-                found.profile, found.link, world_size, None if link else found.rows[-1].step_s
-            )
+            measured_s = None if link else found.rows[-1].step_s
+            told, more = report(found.profile, found.link, world_size, measured_s)
             text, steps = f"{text}\n\n{told}", steps | more
         steps |= {f"tuned, observed on rank {rank}": step for rank, step in enumerate(found.observed)}
         traced = chrome_trace(found.rows[-1].predicted, found.observed)
