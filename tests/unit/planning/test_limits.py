@@ -32,6 +32,9 @@ def test_ddps_constructor_takes_the_same_caps_and_fills_the_same_buckets(key: st
         arguments: dict[str, Any] = {key: given, "find_unused_parameters": unused}
         try:
             ddp = DistributedDataParallel(nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))), **arguments)
+        except AssertionError:
+            assert torch.__version__ < "2.13"  # which refuses 0
+            continue
         except (TypeError, ValueError, OverflowError):
             with pytest.raises(UsageError, match="in MiB, got "):
                 BucketConfig.from_kwargs(**arguments)
