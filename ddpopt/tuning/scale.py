@@ -107,7 +107,7 @@ def report(
         row = f"{size:6,}  {name}  {step.step_s * 1000:9,.1f}  {step.exposed_s * 1000:11,.1f}"
         lines.append(f"{row}  {ideal_s / step.step_s:10.1%}  {len(mib):7,}  {mib[0]:10.2f}, {max(mib):7.2f}")
     here = f"The measured {link.world_size} ranks:"
-    lines += [NOTE, f"{here} all-reduces are up to {link.residual:.0%} from the line through them."]
+    lines += [NOTE, f"{here} half of all-reduces are within {link.residual:.0%} of the line through them."]
     if measured_s:
         error = best(profile, link, link.world_size)[1].step_s / measured_s - 1
         lines.append(f"{here} a step takes {measured_s * 1000:,.1f} ms, {error:+.1%} in the model.")
