@@ -184,8 +184,8 @@ def tune(  # noqa: PLR0913  # one for each option of the command line
     if found := _measured(nproc, device, timeout, tuned_on, _case(target, ddp), how, stored):
         text, steps = str(found), {row.name: row.predicted for row in found.rows}
         if world_size:
-            measured_s = None if link else found.rows[-1].step_s
-            told, more = report(found.profile, found.link, world_size, measured_s)
+            here_s = None if link else (found.rows[-1].predicted.step_s, found.rows[-1].step_s)
+            told, more = report(found.profile, found.link, world_size, here_s)
             text, steps = f"{text}\n\n{told}", steps | more
         steps |= {f"tuned, observed on rank {rank}": step for rank, step in enumerate(found.observed)}
         traced = chrome_trace(found.rows[-1].predicted, found.observed)

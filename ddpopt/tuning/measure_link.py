@@ -36,7 +36,7 @@ def measure_link(group: Any, device: torch.device) -> Link:
         device: of the buffers.
 
     Returns:
-        The link, equal on all ranks.
+        The link; its costs are equal on all ranks.
 
     Raises:
         InfrastructureError: a rank did not answer in time.

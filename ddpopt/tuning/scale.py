@@ -10,7 +10,8 @@ With `a` seconds per hop and `b` seconds per byte on a link, an all-reduce of `n
   R. Rabenseifner and W. Gropp, Optimization of Collective Communication Operations in MPICH (2005); the
   factor of ``n b`` is that of the bus bandwidth in PERFORMANCE.md of the NCCL tests;
 - up and down two binary trees ``2 ceil(log2 p) a + 2 n b``: P. Sanders, J. Speck and J. L. Träff, Two-tree
-  algorithms for full bandwidth broadcast, reduction and scan (2009), as NCCL has them since version 2.4.
+  algorithms for full bandwidth broadcast, reduction and scan (2009), as NCCL has them since version 2.4. The
+  cost of pipelining, which grows with the root of `n`, is left out.
 
 So a tree is faster below ``p (p - 1 - ceil(log2 p)) a / b`` bytes. The measured link is taken for a ring, and
 `a` and `b` follow from it. Invariant: at the measured world size the ring is the measured link.
@@ -82,7 +83,7 @@ def best(profile: Profile, link: Link, size: int) -> tuple[str, Timeline]:
 
 
 def report(
-    profile: Profile, link: Link, sizes: str, measured_s: float | None = None
+    profile: Profile, link: Link, sizes: str, here_s: tuple[float, float] | None = None
 ) -> tuple[str, dict[str, Timeline]]:
     """The tuned step at some world sizes, as a table and for a picture.
 
@@ -90,7 +91,7 @@ def report(
         profile: as for `best`.
         link: as for `scaled`.
         sizes: world sizes with commas between them, such as ``"8,64,512,4096"``.
-        measured_s: a measured step with the tuned plan on the ranks of the link; None if there is none.
+        here_s: a step on the ranks of the link, predicted and measured, in seconds; None if there is none.
 
     Returns:
         Text, and the steps by name, as `ddpopt.tuning.pictures.svg` takes them.
@@ -108,7 +109,8 @@ def report(
         lines.append(f"{row}  {ideal_s / step.step_s:10.1%}  {len(mib):7,}  {mib[0]:10.2f}, {max(mib):7.2f}")
     here = f"The measured {link.world_size} ranks:"
     lines += [NOTE, f"{here} half of all-reduces are within {link.residual:.0%} of the line through them."]
-    if measured_s:
-        error = best(profile, link, link.world_size)[1].step_s / measured_s - 1
+    if here_s:
+        predicted_s, measured_s = here_s
+        error = predicted_s / measured_s - 1
         lines.append(f"{here} a step takes {measured_s * 1000:,.1f} ms, {error:+.1%} in the model.")
     return "\n".join(lines), steps
