@@ -1,8 +1,8 @@
 """Write a release's row into docs/support.md: ``python -m ci.releases RESULTS``, as ci/releases.sh does.
 
 RESULTS is the folder ``HOME/RELEASE/results`` with what the parts left: ``test.xml`` and ``self-test.xml``,
-JUnit XML of pytest, and ``matrix.json``. A part without a file did not run; one with an empty file ended
-without a result.
+JUnit XML of pytest, ``matrix.json``, and ``PART.commit``, the commit that ran. A part without a file did not
+run; one with an empty file ended without a result.
 
 Invariant: a row claims nothing that no file says, and the rows of other releases stay as they are.
 """
@@ -75,7 +75,12 @@ def _row(version: str, results: Path) -> str:
     nothing = NOT_RUN if {*parts.values()} == {NOT_RUN} else "nothing"
     what = "; ".join([*differs[:SHOWN], *more]) or nothing
     today = date.today().isoformat()
-    return _line((version, platform.python_version(), today, tests, self_test, matrix, what))
+    cells = (said + _commit(results / f"{part}.commit") for part, said in parts.items())
+    return _line((version, platform.python_version(), today, *cells, what))
+
+
+def _commit(file: Path) -> str:
+    return f" ({file.read_text(encoding='utf-8').strip()})" if file.exists() else ""
 
 
 def _tests(file: Path) -> tuple[str, list[str]]:

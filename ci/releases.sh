@@ -4,10 +4,10 @@
 #
 #   ci/releases.sh [VERSION …]        default: 2.15.0 2.13.0 2.11.0; "nightly" is torch's nightly build
 #
-# Environment: PARTS, of "tests self-test matrix" (default all; the self-test takes half an hour). What an earlier
-# call on the same commit ran is kept; what none ran is "not run" in the row. RELEASES_HOME, the folder of
-# environments and results (default ~/.cache/ddpopt-releases). PYTHON as for make; PYTEST_ARGS, added to pytest's;
-# MATRIX_ARGS, added to those of ddpopt matrix.
+# Environment: PARTS, of "tests self-test matrix" (default all; the self-test takes half an hour, and so does the
+# matrix). What an earlier call ran is kept, and the row has the commit of each part; what none ran is "not run".
+# RELEASES_HOME, the folder of environments and results (default ~/.cache/ddpopt-releases). PYTHON as for make;
+# PYTEST_ARGS, added to pytest's; MATRIX_ARGS, added to those of ddpopt matrix.
 # Exit code 0: no test failed, and the matrix ran. 1: one did, or a release cannot be installed. 2: no such part.
 set -euo pipefail
 [ "$#" -gt 0 ] || set -- 2.15.0 2.13.0 2.11.0
@@ -35,16 +35,14 @@ fi
 export PYTHONPATH=$PWD # another checkout may have made the environment
 
 results=$VENV/results
-commit=$(git rev-parse HEAD)
-[ "$(cat "$results/commit" 2>/dev/null)" = "$commit" ] || rm -rf "$results"
 mkdir -p "$results"
-echo "$commit" > "$results/commit"
 run() { make --no-print-directory "$1" PYTEST_ARGS="--junitxml $results/$1.xml ${PYTEST_ARGS:-}"; }
 matrix() { # exit code 1 is an answer: torch's own modes are wrong under some options
   # shellcheck disable=SC2086  # MATRIX_ARGS is a list of words
   "$VENV/bin/ddpopt" matrix --backend eager --json "$results/matrix.json" ${MATRIX_ARGS:-} || [ $? -eq 1 ]
 }
 for part in $parts; do
+  git rev-parse --short HEAD > "$results/$part.commit"
   case $part in
     tests) : > "$results/test.xml"; step tests run test ;; # an empty file: the part ended without a result
     self-test) : > "$results/self-test.xml"; step self-test run self-test ;;

@@ -36,8 +36,8 @@ def trials(status: str) -> str:
         ({"test.xml": ""}, [NO_RESULT, NOT_RUN, NOT_RUN, f"tests {NO_RESULT}"]),
         ({"self-test.xml": suite("right")}, [NOT_RUN, "1 passed, 0 failed, 0 skipped", NOT_RUN, "nothing"]),
         (
-            {"test.xml": suite(*RESULTS), "matrix.json": trials("wrong")},
-            ["1 passed, 2 failed, 1 skipped", NOT_RUN, "1 ok, 2 wrong",
+            {"test.xml": suite(*RESULTS), "matrix.json": trials("wrong"), "matrix.commit": "5c7ab1e\n"},
+            ["1 passed, 2 failed, 1 skipped", NOT_RUN, "1 ok, 2 wrong (5c7ab1e)",
              f"`unit.wrong[a&#124;b]` failed; `unit.gone` failed; {DIFFERS}"],
         ),
     ],
