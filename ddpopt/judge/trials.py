@@ -155,7 +155,7 @@ def gc_frozen() -> Iterator[None]:
 def collect_and_freeze() -> None:
     """Collect garbage, then exclude what is left from later collections: modules, Dynamo's caches.
 
-    Hundreds of compilations fragment the memory, which glibc gives back to the system only when it is told to.
+    Hundreds of compilations fragment the memory, which glibc gives back to the system only on request.
     """
     gc.collect()
     with contextlib.suppress(AttributeError):  # another C library

@@ -129,7 +129,7 @@ def tuned_on(ranks: Ranks, case: Case, how: How, link: Link | None, caps: Sequen
         name = ", ".join(f"{cap}={value}" for cap, value in limits.items()) or "DDP's default"
         config = BucketConfig.from_kwargs(**{**kwargs, **dict.fromkeys(CAPS), **limits})
         plans[name] = plan_of(own_buckets(own, order, config), name)
-    plans["tuned"] = tune(profile, link.slower())
+    plans["tuned"] = tune(profile, link)
     measured: dict[str, list[float]] = {name: [] for name in plans}
     turns = 1 if strategy == "split" else TURNS
     for turn in range(turns):

@@ -43,36 +43,33 @@ def measure_link(group: Any, device: torch.device) -> Link:
     """
     streams = [(count, size) for size in SIZES for count in COUNTS if size * count <= MOST_BYTES]
     own = [_stream_s(group, device, *stream) for stream in streams]
-    *seconds, processor = largest(group, [*own, _processor_s_per_byte(group, device)])
-    rows = [(count, count * size, each) for (count, size), each in zip(streams, seconds, strict=True)]
-    drain, latency, per_byte = largest(group, fitted(rows))  # LAPACK may round differently elsewhere
-    residual = median(abs(drain + count * latency + nbytes * per_byte - s) / s for count, nbytes, s in rows)
-    processor = min(processor, per_byte)  # more is noise: sending takes no more than the whole processor
+    slowest = zip(streams, largest(group, own), strict=True)
+    rows = [(count, count * size, each) for (count, size), each in slowest]
+    latency, per_byte = fitted(rows)
+    residual = median(abs(max(count * latency, n * per_byte) / s - 1) for count, n, s in rows)
+    # more is noise: sending takes no more than the whole processor
+    processor = min(_processor_s_per_byte(group, device), per_byte)
     size, backend = dist.get_world_size(group), str(dist.get_backend(group))
-    return Link(latency, per_byte, drain, processor, residual, backend, size, conditions())
+    return Link(latency, per_byte, processor, residual, backend, size, conditions())
 
 
-def fitted(rows: Sequence[tuple[int, int, float]]) -> tuple[float, float, float]:
-    """Fit ``drain + count * latency + nbytes * per_byte``, by least squares.
-
-    The square of a difference counts in proportion to one over the seconds: longer streams count more, but
-    not so much more that they alone count.
+def fitted(rows: Sequence[tuple[int, int, float]]) -> tuple[float, float]:
+    """Fit ``max(count * latency, nbytes * per_byte)`` to the times of streams, by least squares.
 
     Args:
-        rows: all-reduces, bytes and seconds of each stream.
+        rows: all-reduces of one size, their bytes, and the seconds of the stream.
 
     Returns:
-        Drain and latency in seconds, and seconds per byte; none is negative.
+        The latency in seconds, from the streams of the smallest all-reduces, and seconds per byte, from all:
+        the large ones decide.
     """
-    columns = torch.tensor([[1.0, count, nbytes] for count, nbytes, _ in rows], dtype=torch.float64)
-    roots = torch.tensor([[s] for _, _, s in rows], dtype=torch.float64).sqrt()
-    kept, weighted = [0, 1, 2], columns / roots
-    while True:
-        found = torch.linalg.lstsq(weighted[:, kept], roots, driver="gelsd").solution[:, 0].tolist()
-        if min(found) >= 0:
-            drain, latency, per_byte = (dict(zip(kept, found, strict=True)).get(i, 0.0) for i in range(3))
-            return drain, latency, per_byte
-        del kept[found.index(min(found))]
+    least = min(nbytes // count for count, nbytes, _ in rows)
+    small = [(count, s) for count, nbytes, s in rows if nbytes == count * least]
+    return _slope(small), _slope([(nbytes, s) for _, nbytes, s in rows])
+
+
+def _slope(points: Sequence[tuple[float, float]]) -> float:
+    return sum(x * y for x, y in points) / sum(x * x for x, _ in points)
 
 
 def _stream_s(group: Any, device: torch.device, count: int, nbytes: int) -> float:
@@ -93,7 +90,7 @@ def _wait(works: Sequence[Any]) -> None:
 def _processor_s_per_byte(group: Any, device: torch.device) -> float:
     """How much longer a fixed computation takes next to a stream, per byte of the stream.
 
-    With and without a stream in turns; the fastest of each count, because other load only adds time.
+    With and without a stream in turns; each time the slowest rank counts, because a step waits for it.
     """
     matrix = torch.ones(COMPUTE_SIZE, COMPUTE_SIZE, device=device)
     buffers, works = [torch.zeros(1 << 18, device=device) for _ in range(8)], list[Any]()
@@ -108,14 +105,15 @@ def _processor_s_per_byte(group: Any, device: torch.device) -> float:
 
     sending_s = min(_once_s(group, device, lambda: _wait(_sent(group, buffers))) for _ in range(REPEATS))
     computing_s = min(_once_s(group, device, compute) for _ in range(REPEATS))
-    times = int(1.5 * 50 * sending_s / computing_s) + 1  # the computation lasts longer than the stream
-    found: list[tuple[float, float]] = []
+    # on each rank, the computation lasts longer than the stream
+    times = int(1.5 * 50 * sending_s / computing_s) + 1
+    alone, delayed = list[float](), list[float]()
     for _ in range(2 * REPEATS):
-        found.append((_once_s(group, device, lambda: compute(times)), _once_s(group, device, together)))
+        alone.append(_once_s(group, device, lambda: compute(times)))
+        delayed.append(_once_s(group, device, together))
         _wait(works)
-    alone_s, delayed_s = map(min, zip(*found, strict=True))
-    cost_s: float = max(0.0, delayed_s - alone_s) / sum(buffer.nbytes for buffer in buffers)
-    return cost_s
+    delay_s = median(largest(group, delayed)) - median(largest(group, alone))
+    return max(0.0, delay_s) / sum(buffer.nbytes for buffer in buffers)
 
 
 def _once_s(group: Any, device: torch.device, call: Callable[[], None]) -> float:

@@ -35,7 +35,7 @@ class Period:
     Attributes:
         row: one of `ROWS`.
         name: ``"forward"``, ``"backward"``, ``"waiting"`` (for the network) or ``"update"`` in the row of
-            computation; ``"bucket 0"``, … until it is complete, and while it is sent; ``"end of sending"``.
+            computation; ``"bucket 0"``, … until it is complete, and while it is sent.
         begin_s: when it begins.
         end_s: when it ends.
         hidden_s: until when backward's computation hides it; `end_s` if there is nothing to hide.
@@ -60,14 +60,12 @@ def spans(timeline: Timeline) -> list[Period]:
     ends = (0.0, timeline.forward_s, timeline.backward_s, timeline.reduced_s, timeline.step_s)
     phases = zip(MARKS, pairwise(ends), strict=True)
     found = [Period("compute", name, begin, end, end) for name, (begin, end) in phases if begin < end]
-    filled, back = timeline.forward_s, timeline.backward_s
+    filled = timeline.forward_s
     for sent in timeline.buckets:
-        begin, filled, back = filled, max(filled, sent.ready_s), max(back, sent.back_s)
+        begin, filled = filled, max(filled, sent.ready_s)
         name, hidden = f"bucket {sent.index}", min(max(sent.sent_s, timeline.backward_s), sent.back_s)
         found.append(Period("buckets", name, begin, filled, filled, sent))
         found.append(Period("network", name, sent.sent_s, sent.back_s, hidden, sent))
-    if timeline.buckets and back < timeline.reduced_s:
-        found.append(Period("network", "end of sending", back, timeline.reduced_s, back))
     return found
 
 

@@ -25,8 +25,6 @@ from ddpopt.planning.limits import MIB
 from ddpopt.planning.plan import Bucket, Plan
 
 FORMAT = 1
-MARGIN = 1.25
-"""How much longer bytes may take in training than when the link was measured."""
 LARGEST = 1 << 23
 """Bytes of the largest all-reduce that a link is measured with."""
 SHOWN = 5
@@ -139,12 +137,13 @@ class Profile(Stored):
 
 @dataclass(frozen=True)
 class Link(Stored):
-    """The cost of `n` buckets in a stream: ``drain_s + n * latency_s + nbytes * seconds_per_byte``.
+    """The cost of a bucket in a stream: ``max(latency_s, nbytes * seconds_per_byte)``.
+
+    An all-reduce's latency is hidden by the transfers next to it, so only the larger of the two counts.
 
     Attributes:
-        latency_s: cost of one more all-reduce, in seconds.
+        latency_s: cost of an all-reduce of a few bytes, in seconds.
         seconds_per_byte: cost of one more byte, in seconds.
-        drain_s: how long the last all-reduce is on its way when nothing follows it, in seconds.
         processor_s_per_byte: how long sending a byte delays the computation next to it, in seconds.
         residual: median of the relative differences between measured streams and this formula.
         backend: the group's backend, for instance ``"gloo"``.
@@ -154,7 +153,6 @@ class Link(Stored):
 
     latency_s: float
     seconds_per_byte: float
-    drain_s: float
     processor_s_per_byte: float
     residual: float
     backend: str
@@ -163,14 +161,7 @@ class Link(Stored):
 
     def cost_s(self, nbytes: float) -> float:
         """How long one bucket of this size occupies the link, in seconds."""
-        return self.latency_s + nbytes * self.seconds_per_byte
-
-    def slower(self) -> Link:
-        """A link to tune for: among buckets that are in time, those that are so on a slower link, too.
-
-        With the fewest buckets that are just in time on the measured link, each is sent as late as it can be.
-        """
-        return replace(self, seconds_per_byte=MARGIN * self.seconds_per_byte)
+        return max(self.latency_s, nbytes * self.seconds_per_byte)
 
     def __str__(self) -> str:
         each, mebibyte = (f"{s * 1000:.2f} ms" for s in (self.latency_s, MIB * self.seconds_per_byte))

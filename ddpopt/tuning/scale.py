@@ -13,8 +13,9 @@ With `a` seconds per hop and `b` seconds per byte on a link, an all-reduce of `n
   algorithms for full bandwidth broadcast, reduction and scan (2009), as NCCL has them since version 2.4. The
   cost of pipelining, which grows with the root of `n`, is left out.
 
-So a tree is faster below ``p (p - 1 - ceil(log2 p)) a / b`` bytes. The measured link is taken for a ring, and
-`a` and `b` follow from it. Invariant: at the measured world size the ring is the measured link.
+In a stream of all-reduces, the larger of the two terms counts (`ddpopt.tuning.records.Link`). So a tree is
+faster below ``(p - 1) a / b`` bytes. The measured link is taken for a ring, and `a` and `b` follow from it.
+Invariant: at the measured world size the ring is the measured link.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def scaled(link: Link, world_size: int, algorithm: str = "ring") -> Link:
     if algorithm == "tree":
         hops, share = (world_size - 1).bit_length(), 1.0
     far, much = hops / (measured - 1), share / ((measured - 1) / measured)
-    by = {"latency_s": far, "drain_s": far, "seconds_per_byte": much, "processor_s_per_byte": much}
+    by = {"latency_s": far, "seconds_per_byte": much, "processor_s_per_byte": much}
     costs: dict[str, Any] = {name: factor * getattr(link, name) for name, factor in by.items()}
     return replace(link, world_size=world_size, **costs)
 

@@ -2,17 +2,16 @@
 
 The model: gradients become complete at their profiled times; the link carries one bucket after another, in
 the plan's order; what was sent before a bucket has delayed the computation of its gradients by
-`Link.processor_s_per_byte`. After the last bucket the link drains, and then the optimizer runs.
+`Link.processor_s_per_byte`. After the last bucket the optimizer runs.
 
 The reducer's copies, into the buckets and back, are in the times of the profile, whose buckets hold one
 gradient each; that fewer and larger copies take less time is not modelled.
 
-Nor are several all-reduces that share the link at the same time (the latency of a stream, which the link's
-measurement gives, contains what that saves); other traffic, such as DDP's broadcast of buffers or a model's
-own collectives; a rank that is slower than the others, or that starts later; gradients that a compiler would
-order differently because of the plan; and an optimizer that begins before the last bucket is back. A bucket
-counts as delayed by all bytes that were sent before it, even by those that were sent while nothing was
-computed.
+Nor are several all-reduces that share the link at the same time (all are back as early, but not each); other
+traffic, such as DDP's broadcast of buffers or a model's own collectives; a rank that is slower than the
+others, or that starts later; gradients that a compiler would order differently because of the plan; and an
+optimizer that begins before the last bucket is back. A bucket counts as delayed by all bytes that were sent
+before it, even by those that were sent while nothing was computed.
 
 Invariant: equal inputs give equal timelines.
 """
@@ -98,7 +97,7 @@ def simulate(plan: Plan, profile: Profile, link: Link) -> Timeline:
         times = begin + min(start, latest + delay), begin + start, begin + free
         found.append(Sent(bucket.index, bucket.nbytes, *times, bucket.params))
         delay += work
-    reduced = max(computed, free + link.drain_s if found else 0.0)
+    reduced = max(computed, free)
     ends = begin + computed, begin + reduced, begin + reduced + profile.update_s
     return Timeline(tuple(found), begin, *ends)
 

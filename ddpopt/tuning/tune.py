@@ -5,8 +5,9 @@ class of its own) have been sent. The earliest time at which the link is free in
 what follows, because a bucket starts at the later of that time and its own completion. Buckets are sent in
 the order of their last gradients: in any other order a bucket waits for one that is complete later.
 
-Among the partitions that end equally early (`TIE`) one with the fewest buckets is chosen: backwards, each
-state gets the smallest number of buckets in which the rest can be sent before that end.
+Among the partitions that end equally early, also on a link that is somewhat faster or slower (`LINKS`), one
+with the fewest buckets is chosen: backwards, each state gets the smallest number of buckets in which the rest
+can be sent before that end. If none is among the earliest on all links, the measured one counts.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from ddpopt.tuning.records import LARGEST, Gradient, Link, Profile, order_of, pl
 MOST_STEPS = 60_000_000
 """Transitions to try at most, about two seconds. With more, neighbouring gradients are merged first."""
 Place = tuple[slice | int, ...]
-TIE = 1e-3
-"""Ends that differ by less than this share are equal: no measurement tells them apart."""
+LINKS = ((1.0, 1e-6), (0.8, 0.01), (1.25, 0.01))
+"""The links on which ends are compared: how many times as long as measured an all-reduce takes, and by what
+share a later end is equal to the earliest."""
 
 
 def tune(profile: Profile, link: Link, most_bytes: float = LARGEST) -> Plan:
@@ -96,7 +98,7 @@ def _steps(units: Sequence[Unit]) -> float:
 
 
 class _BestBuckets:
-    """The dynamic programming over the states; sizes and times are float64 tensors."""
+    """The dynamic programming over the states, for all `LINKS`; sizes and times are float64 tensors."""
 
     def __init__(self, units: Sequence[Unit], link: Link, most: float) -> None:
         self.units, self.link, self.most = units, link, most
@@ -109,15 +111,20 @@ class _BestBuckets:
         # for each unit, how many units of each class precede it
         ones = torch.nn.functional.one_hot(torch.tensor(self.axis), len(kinds))
         self.before: list[list[int]] = (ones.cumsum(0) - ones).tolist()
-        self.sent = torch.zeros(self.shape, dtype=torch.float64)
+        delays = torch.zeros(self.shape, dtype=torch.float64)
         for axis, sums in enumerate(self.sums):
-            self.sent += self._along(axis, sums)
-        self.delays = self.sent * link.processor_s_per_byte
+            delays += self._along(axis, sums) * link.processor_s_per_byte
+        self.delays = delays
+        self.start: Place = (0,) * len(kinds)
+        self.end: Place = (-1,) * len(kinds)
 
     def buckets(self) -> list[Unit]:
         """The best partition."""
-        end = float(self._free()[(-1,) * len(self.shape)])
-        following = self._fewest(end * (1 + TIE))
+        ties = torch.tensor([1 + tie for _, tie in LINKS], dtype=torch.float64)
+        ends = self._free()[:, *self.end] * ties
+        following = self._fewest(ends)
+        if following[self.start] < 0:
+            following = self._fewest(ends[:1])
         state = [0] * len(self.shape)
         found: list[Unit] = []
         while state != [size - 1 for size in self.shape]:
@@ -128,43 +135,47 @@ class _BestBuckets:
         return found
 
     def _free(self) -> Tensor:
-        """For each state, when the link is free at the earliest."""
-        free = torch.full(self.shape, float("inf"), dtype=torch.float64)
-        free[(0,) * len(self.shape)] = 0.0
+        """For each link and state, when the link is free at the earliest."""
+        free = torch.full((len(LINKS), *self.shape), math.inf, dtype=torch.float64)
+        free[:, *self.start] = 0.0
         for place, unit in enumerate(self.units):
-            earlier, here, nbytes = self._around(place)
-            started = torch.maximum(free[earlier], unit[-1].ready_s + self.delays[earlier])
-            ended = started + self.link.latency_s + nbytes * self.link.seconds_per_byte
-            free[here] = ended.amin(self.axis[place])
+            earlier, here, cost = self._around(place)
+            started = torch.maximum(free[:, *earlier], unit[-1].ready_s + self.delays[earlier])
+            free[:, *here] = (started + cost).amin(self.axis[place] + 1)
         return free
 
-    def _fewest(self, end: float) -> Tensor:
-        """For each state, the last unit of the next bucket, so that the fewest follow and end by `end`."""
-        many = len(self.units) + 1.0
-        count = torch.full(self.shape, many, dtype=torch.float64)
-        count[(-1,) * len(self.shape)] = 0.0
-        following, total = torch.full(self.shape, -1), self.sent.max()
+    def _fewest(self, ends: Tensor) -> Tensor:
+        """For each state, the last unit of the next bucket, so that the fewest follow and end by `ends`.
+
+        Of equally few those for which the link is needed last. A link for each end.
+        """
+        count = torch.full(self.shape, len(self.units) + 1.0, dtype=torch.float64)
+        needed = torch.full((len(ends), *self.shape), -math.inf, dtype=torch.float64)
+        count[self.end], needed[:, *self.end] = 0.0, ends
+        following = torch.full(self.shape, -1)
         for place in reversed(range(len(self.units))):
             axis = self.axis[place]
-            earlier, here, nbytes = self._around(place)
+            earlier, here, cost = self._around(place)
+            begin = needed[:, *here].unsqueeze(axis + 1) - cost[: len(ends)]
             more = count[here].unsqueeze(axis) + 1
-            rest = (total - self.sent[here].unsqueeze(axis) + nbytes) * self.link.seconds_per_byte
-            ended = self.units[place][-1].ready_s + self.delays[earlier] + more * self.link.latency_s + rest
-            more = more.expand_as(ended).where(ended <= end, many)
-            better = more < count[earlier]
-            count[earlier] = more.where(better, count[earlier])
-            following[earlier] = torch.where(better, place, following[earlier])
+            fits = (self.units[place][-1].ready_s + self.delays[earlier] <= begin).all(0)
+            later = begin[0] > needed[:, *earlier][0]
+            better = fits & ((more < count[earlier]) | (more == count[earlier]) & later)
+            for best, found in ((count, more), (following, torch.tensor(place))):
+                best[earlier] = found.where(better, best[earlier])
+            needed[:, *earlier] = begin.where(better, needed[:, *earlier])
         return following
 
     def _around(self, place: int) -> tuple[Place, Place, Tensor]:
-        """The states from which a bucket that ends with this unit is sent, those after it, and its sizes."""
+        """The states from which a bucket that ends with this unit is sent, those after it, and its costs."""
         axis, before = self.axis[place], self.before[place]
         to = before[axis]
         earlier: Place = tuple(slice(0, count + 1) for count in before)
         here: Place = (*earlier[:axis], to + 1, *earlier[axis + 1 :])
         nbytes = self.sums[axis][to + 1] - self.sums[axis][: to + 1]
-        nbytes[:-1] = nbytes[:-1].where(nbytes[:-1] <= self.most, math.inf)
-        return earlier, here, self._along(axis, nbytes)
+        cost = (nbytes * self.link.seconds_per_byte).clamp(self.link.latency_s)
+        cost[:-1] = cost[:-1].where(nbytes[:-1] <= self.most, math.inf)
+        return earlier, here, torch.stack([share * self._along(axis, cost) for share, _ in LINKS])
 
     def _along(self, axis: int, values: Tensor) -> Tensor:
         return values.reshape([-1 if other == axis else 1 for other in range(len(self.own))])

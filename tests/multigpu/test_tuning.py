@@ -45,7 +45,7 @@ from tests.multigpu.training import (
 )
 
 SKIPPED = {"skip_all_reduce_unused_params": True}
-LINK = Link(1e-4, 1e-9, 0.0, 0.0, 0.0, "gloo", 2, {})
+LINK = Link(1e-4, 1e-9, 0.0, 0.0, "gloo", 2, {})
 SLOWER = ("default", "unused somewhere", "one backward")
 TUNED = (*SLOWER, "static graph", "bucket view", "accumulation", "more forwards somewhere")
 FEW = {"WARM_UP": 2, "PROFILED": 2, "MEASURED": 3}
@@ -65,7 +65,7 @@ def test_while_a_model_is_tuned_and_after_it_went_back_its_gradients_are_those_o
         for each in (eager, tuned):
             each.register_comm_hook(None, allreduce_hook)
     order = [*reversed([*specs_by_id(tuned).values()])]
-    chosen: dict[str, Any] = {**FEW, "TIE": float("-inf")}
+    chosen: dict[str, Any] = {**FEW, "WORTH": float("-inf")}
     chosen |= {"_centre": lambda _: next(times), "tune": lambda *_: one_each(order)}
     for key, value in chosen.items():
         monkeypatch.setattr(compiling, key, value)
@@ -179,7 +179,7 @@ def test_what_is_found_is_a_table_and_a_file_to_use_again(ranks: Ranks, strategy
     assert [row.name for row in tuned.rows] == ["DDP's default", "bucket_cap_mb=1e-05", "tuned"]
     assert [len(row.plan.buckets) for row in tuned.rows][:2] == [1, 6]
     assert ranks.gather(text) == [text] * ranks.size
-    assert tuned.rows[-1].plan == tune(tuned.profile, tuned.link.slower())
+    assert tuned.rows[-1].plan == tune(tuned.profile, tuned.link)
     assert [line[:24].strip() for line in str(tuned).splitlines()[4:]] == [row.name for row in tuned.rows]
 
 

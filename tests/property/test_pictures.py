@@ -19,7 +19,7 @@ from ddpopt.tuning.pictures import chrome_trace, page, svg, text
 from ddpopt.tuning.records import Gradient, Link, Profile, ms, plan_of
 from ddpopt.tuning.scale import report, scaled
 from ddpopt.tuning.simulate import Timeline, simulate
-from ddpopt.tuning.tune import TIE, tune
+from ddpopt.tuning.tune import tune
 from tests.profiles import share
 from tests.property.test_tuning import gradients, links, step_of, times
 
@@ -32,7 +32,7 @@ def steps(draw: st.DrawFn) -> Timeline:
     ends = [0, *sorted(draw(st.sets(st.integers(1, len(drawn))))), len(drawn)]
     groups = [drawn[begin:end] for begin, end in pairwise(ends) if begin < end]
     profile = Profile(tuple(drawn), draw(times), drawn[-1].ready_s + draw(times), draw(times), "eager", 2, {})
-    return step_of(groups, profile, replace(draw(links), drain_s=draw(times)))
+    return step_of(groups, profile, draw(links))
 
 
 @given(steps(), steps())
@@ -85,11 +85,11 @@ def test_text_is_ascii_and_narrow_and_marks_what_is_exposed(step: Timeline) -> N
 def test_a_tree_wins_below_the_crossover_and_the_measured_link_is_a_ring(
     drawn: Link, measured: int, size: int, nbytes: int
 ) -> None:
-    link = Link(drawn.latency_s + 0.1, drawn.seconds_per_byte + 0.1, 0.1, 0.1, 0.0, "gloo", measured, {})
+    link = Link(drawn.latency_s + 0.1, drawn.seconds_per_byte + 0.1, 0.1, 0.0, "gloo", measured, {})
     assert scaled(link, measured) == link
     ring, tree = scaled(link, size).cost_s(nbytes), scaled(link, size, "tree").cost_s(nbytes)
     hop_s, byte_s = link.latency_s / (measured - 1), link.seconds_per_byte * measured / (measured - 1)
-    crossover = size * (size - size.bit_length()) * hop_s / byte_s
+    crossover = (size - 1) * hop_s / byte_s
     assert nbytes == pytest.approx(crossover) or (tree < ring) == (nbytes < crossover)
 
 
@@ -100,7 +100,7 @@ def test_a_tuned_step_on_more_ranks_takes_no_less(drawn: list[Gradient], link: L
     told, steps = report(profile, link, f"2,{size},{size + 1},4096", here_s=(1.5, 1.0))
     assert told.endswith("a step takes 1,000.0 ms, +50.0% in the model.")
     ends = [step.step_s for step in steps.values()]
-    assert all(a <= b * (1 + TIE) for a, b in pairwise(ends))
+    assert all(a <= b * (1 + 1e-5) for a, b in pairwise(ends))
 
 
 def test_the_picture_of_the_page_is_what_the_code_draws() -> None:

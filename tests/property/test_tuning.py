@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from unittest.mock import patch
 
 from hypothesis import given
@@ -12,7 +13,7 @@ from ddpopt.tuning import tune
 from ddpopt.tuning.records import Gradient, Link, Profile, plan_of
 from ddpopt.tuning.simulate import Timeline, simulate
 
-LINK = Link(1e-3, 1e-4, 0.0, 0.0, 0.0, "gloo", 2, {})
+LINK = Link(1e-3, 1e-4, 0.0, 0.0, "gloo", 2, {})
 times = st.integers(0, 40).map(lambda tenths: tenths / 10)
 
 
@@ -28,7 +29,7 @@ def gradients(draw: st.DrawFn, most: int = 14) -> list[Gradient]:
 
 
 links = st.builds(
-    lambda a, b, c: Link(a, b, 0.0, c, 0.0, "gloo", 2, {}),
+    lambda a, b, c: Link(a, b, c, 0.0, "gloo", 2, {}),
     times.map(lambda t: t / 4),
     times.map(lambda t: t / 8),
     times.map(lambda t: t / 20),
@@ -66,20 +67,30 @@ def every_end(gradients: Sequence[Gradient], link: Link, most: float) -> list[tu
 
 
 @given(gradients(), links, st.sampled_from([math.inf, 4, 9]), st.sampled_from([1e-6, 1e-3, 0.1]))
-def test_no_partition_ends_earlier_by_more_than_a_tie_or_equally_early_with_fewer_buckets(
+def test_no_partition_ends_earlier_or_equally_early_on_all_links_with_fewer_buckets(
     drawn: list[Gradient], link: Link, most: float, tie: float
 ) -> None:
-    with patch.object(tune, "TIE", tie):
+    shares = tuple((share, tie) for share, _ in tune.LINKS)
+    with patch.object(tune, "LINKS", shares):
         tuned = tune.partition(drawn, link, most)
     assert sorted(g.spec.name for b in tuned for g in b) == sorted(g.spec.name for g in drawn)
-    every = every_end(drawn, link, most)
-    latest = min(end for end, _ in every) * (1 + tie)
-    profile = Profile(tuple(drawn), 0.0, 0.0, 0.0, "eager", 2, {})
-    assert step_of(tuned, profile, link).reduced_s <= latest + 1e-9
-    fewest, surely = (
-        min((n for end, n in every if end <= latest + by), default=99) for by in (1e-10, -1e-10)
+    scaled = (
+        replace(link, latency_s=share * link.latency_s, seconds_per_byte=share * link.seconds_per_byte)
+        for share, _ in shares
     )
-    assert fewest <= len(tuned) <= surely  # rounding decides about an end that is the latest itself
+    ends = [every_end(drawn, each, most) for each in scaled]
+    latest = [min(end for end, _ in each) * (1 + tie) for each in ends]
+    profile = Profile(tuple(drawn), 0.0, 0.0, 0.0, "eager", 2, {})
+    assert step_of(tuned, profile, link).reduced_s <= latest[0] + 1e-9
+    # rounding decides about an end that is the latest itself
+    fewest = min(n for end, n in ends[0] if end <= latest[0] + 1e-10)
+    rows = [
+        (n, [end <= by - 1e-10 for (end, _), by in zip(row, latest, strict=True)])
+        for row in zip(*ends, strict=True)
+        for n in [row[0][1]]
+    ]
+    surely = min((n for n, good in rows if all(good)), default=99)
+    assert fewest <= len(tuned) <= surely
 
 
 def test_5000_gradients_of_two_dtypes_need_no_more_steps_than_the_limit() -> None:

@@ -153,7 +153,7 @@ def test_json_holds_the_plan_and_all_else_that_is_shown() -> None:
 
 
 def test_a_profile_adds_the_step_that_it_predicts(tmp_path: Path) -> None:
-    explanation, link = explained("keyword"), Link(0.001, 1e-8, 0.002, 0.0, 0.0, "gloo", 2, {})
+    explanation, link = explained("keyword"), Link(0.001, 1e-8, 0.0, 0.0, "gloo", 2, {})
     specs = {spec.name: spec for spec in specs_from_module(corpus.case("keyword").model())}
     order = [specs[name] for bucket in explanation.plan.buckets for name in bucket.params]
     ready = tuple(Gradient(spec, 0.02 * place) for place, spec in enumerate(order))
@@ -164,11 +164,11 @@ def test_a_profile_adds_the_step_that_it_predicts(tmp_path: Path) -> None:
     assert_expected_inline(
         str(shown).removeprefix(f"{explanation}\n\n"),
         """\
-Step 488.5 ms; communication that nothing hides: 38.5 ms
-compute     fffffffffbbbbbbbbbbbbbbbbbbbbbbbbbbbbb....uuuuuu
-network                    ==                     #####
+Step 485.5 ms; communication that nothing hides: 35.5 ms
+compute     fffffffffbbbbbbbbbbbbbbbbbbbbbbbbbbbbbb...uuuuuu
+network                    ==                      ####
 bucket 0                   ==
-bucket 1                                          #####
+bucket 1                                           ####
 f forward, b backward, . waiting, u update; - complete, =
 sent while backward computes, # exposed""",
     )
