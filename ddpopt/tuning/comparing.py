@@ -1,7 +1,8 @@
 """``ddpopt tune`` and ``ddpopt link``: profile a case on ranks, tune its buckets, and compare them.
 
-One compiled module runs all plans in turns, so that a busy minute affects all of them. The cuts of the
-strategy ``split`` are compiled for one plan; there each plan has one long turn, after compiling again.
+One compiled module runs all plans in turns, so that a busy minute affects all of them, and the profile that
+predicts them. Equal buckets are measured once. The cuts of the strategy ``split`` are compiled for one plan;
+there each plan has one long turn, after compiling again.
 """
 
 from __future__ import annotations
@@ -35,9 +36,10 @@ from ddpopt.tuning.tune import tune
 STRATEGIES = {"ddpopt-inline": "inline", "ddpopt-split": "split", "eager": "eager"}
 """By mode."""
 CAPS = ("bucket_cap_mb", "bucket_cap_mb_list")
-WARM_UP, PROFILED, TURNS, A_TURN = 3, 8, 4, 5
+WARM_UP, PROFILED, TURNS, A_TURN = 3, 8, 8, 5
 """Steps of a plan that are not measured, profiled steps, turns of each plan, and measured steps in a turn."""
 How = tuple[Any, Any]
+Groups = tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -114,15 +116,20 @@ def tuned_on(ranks: Ranks, case: Case, how: How, link: Link | None, caps: Sequen
     """
     ranks.emit("compiling")
     trainee = _Trainee(ranks, case, *how)
-    watch, strategy, kwargs = trainee.watch, how[0], case.ddp_kwargs
+    watch, strategy, kwargs, profiles = trainee.watch, how[0], case.ddp_kwargs, list[Any]()
+    group = watch.ddp.process_group
     require_profilable(watch.ddp)
     run(watch.steps(WARM_UP), trainee.step)
     order, own = watch.ready_order(), specs_from_ddp(watch.ddp)
     ranks.emit("profiling")
-    trainee.use(one_each(order))
-    profile = run(watch.profiled(order, PROFILED, strategy), trainee.step).slowest(watch.ddp.process_group)
+
+    def profiled(steps: int) -> Profile:
+        trainee.use(one_each(order))
+        return run(watch.profiled(order, steps, strategy, profiles), trainee.step).slowest(group)
+
+    profile = profiled(PROFILED)
     ranks.emit("measuring all-reduces")
-    link = link or measure_link(watch.ddp.process_group, ranks.device)
+    link = link or measure_link(group, ranks.device)
     plans = {}
     own_caps = {cap: kwargs[cap] for cap in CAPS if cap in kwargs}
     for limits in ({}, own_caps, *({CAPS[0]: cap} for cap in caps)):
@@ -130,18 +137,26 @@ def tuned_on(ranks: Ranks, case: Case, how: How, link: Link | None, caps: Sequen
         config = BucketConfig.from_kwargs(**{**kwargs, **dict.fromkeys(CAPS), **limits})
         plans[name] = plan_of(own_buckets(own, order, config), name)
     plans["tuned"] = tune(profile, link)
-    measured: dict[str, list[float]] = {name: [] for name in plans}
+    by_buckets = {_groups(plan): plan for plan in plans.values()}  # the tuned one is the last to run
+    by_buckets[_groups(plans["tuned"])] = by_buckets.pop(_groups(plans["tuned"]))
+    measured: dict[Groups, list[float]] = {groups: [] for groups in by_buckets}
     turns = 1 if strategy == "split" else TURNS
     for turn in range(turns):
-        for name, plan in plans.items():
-            ranks.emit(f"turn {turn + 1} of {turns}: {name}")
+        ranks.emit(f"turn {turn + 1} of {turns}: profiling")
+        profile = profiled(PROFILED + (turn + 1) * A_TURN)
+        for groups, plan in by_buckets.items():
+            ranks.emit(f"turn {turn + 1} of {turns}: {len(groups)} buckets")
             trainee.use(plan)
-            measured[name] += run(watch.steps(A_TURN * TURNS // turns), trainee.step)
-    slowest = {name: tuple(map(max, zip(*ranks.gather(own), strict=True))) for name, own in measured.items()}
+            measured[groups] += run(watch.steps(A_TURN * TURNS // turns), trainee.step)
+    slowest = {key: tuple(map(max, zip(*ranks.gather(own), strict=True))) for key, own in measured.items()}
     step = record(trainee.step, running_buckets(watch.ddp)) if ranks.device.type == "cpu" else None
     observed = tuple(each for each in ranks.gather(step) if each)
-    rows = [Row(name, plan, simulate(plan, profile, link), slowest[name]) for name, plan in plans.items()]
+    rows = [Row(name, p, simulate(p, profile, link), slowest[_groups(p)]) for name, p in plans.items()]
     return Tuned(f"{case.name} on {ranks.size} ranks, {strategy}", profile, link, tuple(rows), observed)
+
+
+def _groups(plan: Plan) -> Groups:
+    return tuple(bucket.params for bucket in plan.buckets)
 
 
 class _Trainee:

@@ -136,13 +136,16 @@ class Watch:
         at = largest(self.ddp.process_group, self.ddp.reducer.get_backward_stats())
         return [specs[place] for place in sorted(range(len(specs)), key=at.__getitem__)]
 
-    def profiled(self, order: Sequence[ParamSpec], steps: int, strategy: str) -> Course[Profile]:
+    def profiled(
+        self, order: Sequence[ParamSpec], steps: int, strategy: str, rows: list[Any] | None = None
+    ) -> Course[Profile]:
         """Profile some steps, after one that is not; afterwards the reducer needs another plan.
 
         Args:
             order: the parameters in ready order.
-            steps: how many.
+            steps: how many, with those in `rows`.
             strategy: how the module runs.
+            rows: what earlier calls measured, and this one adds to.
 
         Returns:
             The profile of this rank: medians over the steps.
@@ -150,7 +153,7 @@ class Watch:
         yield from self.settled(TRIES)
         hold = self._holding(order)
         yield
-        rows: list[list[tuple[Any, Any]]] = []
+        rows = [] if rows is None else rows
         while len(rows) < steps:
             hold.kept, hold.times, begin = [], [], now(self.device)  # an earlier backward may have failed
             yield
