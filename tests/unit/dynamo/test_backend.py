@@ -574,8 +574,8 @@ class Bounded(Net):
         return nn.functional.leaky_relu(layers[3](x), slope / 4)
 
 
-TURNED = 2 if torch.__version__ >= "2.12" else 5
-"""Graphs of numbers that become tensors. torch 2.11 makes them constants again, without DDP too."""
+TURNED = 2 if torch.__version__ >= "2.13" else 5
+"""Graphs of numbers that become tensors. Before 2.13 torch makes them constants again, without DDP too."""
 
 
 @pytest.mark.parametrize(
