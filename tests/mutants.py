@@ -250,10 +250,16 @@ def _erase(node: fx.Node) -> None:
 def segments_swapped(stitched: fx.GraphModule) -> Iterator[Edit]:
     """The second of two segments runs on the first one's input, and that one on what comes of it."""
     for former, latter in pairwise(calls(stitched.graph)):
+        made_later = [node for node in latter.all_input_nodes if node > former]
         for crossing in filter(is_crossing, latter.all_input_nodes):
             results = [user for user in latter.users if user.op == "call_function"]
             for given in alike(crossing, former.all_input_nodes):
-                if results and crossing in former.users and not is_crossing(given):
+                if (
+                    results
+                    and crossing in former.users
+                    and made_later == [crossing]
+                    and not is_crossing(given)
+                ):
                     yield partial(_swap_segments, former, latter, crossing, given, results[0])
 
 

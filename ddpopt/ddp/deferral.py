@@ -16,8 +16,10 @@ Invariant: if a decision raises, the module has its own reducer and logger back.
 
 import functools
 import logging
+import sys
+import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -74,8 +76,19 @@ def keeps_buckets(ddp: DistributedDataParallel) -> bool:
 
 
 def active_module() -> DistributedDataParallel | None:
-    """The DDP module whose forward is running; Dynamo finds it in the same way."""
-    return DistributedDataParallel._active_ddp_module
+    """The DDP module whose forward is running, as Dynamo finds it.
+
+    Up to torch 2.11 that is none once a DDP module inside another one has ended; the outer one is returned.
+    """
+    lost = (ddp for ddp in running_modules() if not ddp._use_python_reducer)
+    return DistributedDataParallel._active_ddp_module or next(lost, None)
+
+
+def running_modules() -> Iterator[DistributedDataParallel]:
+    """Yield the DDP modules whose forward is on the stack, the innermost first."""
+    for frame, _ in traceback.walk_stack(sys._getframe()):
+        if frame.f_code is DistributedDataParallel.forward.__code__:
+            yield frame.f_locals["self"]
 
 
 class Deferral:

@@ -9,8 +9,6 @@ import contextlib
 import functools
 import logging
 import re
-import sys
-import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -20,7 +18,7 @@ from torch import fx
 from torch._dynamo.backends.registry import lookup_backend
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from ddpopt.ddp.deferral import PendingLogger, active_module, defer, keeps_buckets
+from ddpopt.ddp.deferral import PendingLogger, active_module, defer, keeps_buckets, running_modules
 from ddpopt.ddp.impose import imposed_plan
 from ddpopt.dynamo import hook
 from ddpopt.dynamo.quiet import compiling, isolated
@@ -276,10 +274,7 @@ def _shares_parameters(ddp: DDP) -> bool:
     A gradient handed over to one of them would be averaged before the other has seen it.
     """
     others = [module for module in ddp.module.modules() if isinstance(module, DDP)]
-    frames = (
-        frame for frame, _ in traceback.walk_stack(sys._getframe()) if frame.f_code is DDP.forward.__code__
-    )
-    others += [module for frame in frames if (module := frame.f_locals["self"]) is not ddp]
+    others += [module for module in running_modules() if module is not ddp]
     try:
         own = {id(parameter) for parameter in held_parameters(ddp)} if others else set()
         return any(not own.isdisjoint(map(id, held_parameters(other))) for other in others)

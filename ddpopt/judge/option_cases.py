@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.cases.case import Case
@@ -57,7 +57,9 @@ class WithExchange(nn.Module):
         output = self.model(*args, **kwargs)
         rows = self.expert.expand(self.size, WIDTH) * (self.extra.sum() if self.uses_extra else 1.0)
         if self.group_name:
-            rows = all_to_all_single_autograd(rows.contiguous(), None, None, self.group_name)
+            # before torch 2.13 the one with a backward does not run in inference mode
+            exchange = all_to_all_single_autograd if torch.is_grad_enabled() else all_to_all_single
+            rows = exchange(rows.contiguous(), None, None, self.group_name)
         return output, rows.square().mean()
 
 

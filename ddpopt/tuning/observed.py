@@ -28,7 +28,7 @@ def record(step: Callable[[], object], buckets: Sequence[ObservedBucket]) -> Tim
         The step. A bucket is ready when its all-reduce is launched. Two of them may be on the network at the
         same time, as gloo has two threads.
     """
-    with profile(activities=[ProfilerActivity.CPU]) as profiled, record_function(STEP):
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiled, record_function(STEP):
         step()
     times = [(each.time_range, each.name) for each in profiled.events() or ()]
     origin = min(time.start for time, name in times if name == STEP)

@@ -49,7 +49,7 @@ def test_a_compiled_step_has_the_effects_of_an_eager_one_and_follows_the_predict
         return record
 
     with patch.object(Bench, "run", noted):
-        assert_right(examined(alone, drawn, *OURS, setting=Setting("aot_eager", lowers_limit=False)))
+        assert_right(drawn, examined(alone, drawn, *OURS, setting=Setting("aot_eager", lowers_limit=False)))
     args, kwargs = drawn.program.inputs()
     limits = drawn.program.module.DDP_KWARGS
     for strategy in STRATEGIES if drawn.training == "default" else ():
@@ -60,12 +60,18 @@ def test_a_compiled_step_has_the_effects_of_an_eager_one_and_follows_the_predict
             assert plan == ddpopt.plan(drawn.program.model(), *args, strategy=strategy, **kwargs, **limits)
 
 
-def assert_right(answers: list[Answer]) -> None:
+def assert_right(drawn: DrawnModel, answers: list[Answer]) -> None:
     """Require eager DDP's step of each mode, where torch alone can compile the model in one piece."""
     for answer in answers:
         event(answer.kind)
-        right = answer.kind in (Outcome.OK, Outcome.BACKEND)
+        right = answer.kind in (Outcome.OK, Outcome.BACKEND) or fails_in_eager(drawn, answer)
         assert right or answer.detail.startswith("nothing was judged"), answer
+
+
+def fails_in_eager(drawn: DrawnModel, answer: Answer) -> bool:
+    """Whether DDP of torch 2.11 writes into buffers that an earlier forward saved for its backward."""
+    is_known = torch.__version__ < "2.12" and {"norm-with-buffers", "several-forwards"} <= drawn.features
+    return is_known and answer.kind is Outcome.EAGER and "modified by an inplace operation" in answer.detail
 
 
 # ---------------------------------------------------------------------------------------- eager buckets

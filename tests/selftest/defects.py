@@ -39,7 +39,8 @@ class Defect:
         shown_by: the smallest model that shows it.
         seen_by: who has to find it, as for a fault.
         trace: what the source of a model has that may show it: a regular expression.
-        harmless_from: the first release of torch in which it does no harm; None if there is none.
+        harmful_from: the first release of torch in which it does harm.
+        harmless_from: the first release after that in which it does no harm.
     """
 
     name: str
@@ -48,11 +49,12 @@ class Defect:
     shown_by: DrawnModel
     seen_by: tuple[str, ...]
     trace: str
-    harmless_from: str | None = None
+    harmful_from: str = "2.11"
+    harmless_from: str = "3"
 
     @property
     def is_harmless(self) -> bool:
-        return self.harmless_from is not None and torch.__version__ >= self.harmless_from
+        return not self.harmful_from <= torch.__version__ < self.harmless_from
 
 
 def forgetting(forgotten: Callable[[fx.Node], bool]) -> Inject:
@@ -327,6 +329,7 @@ DEFECTS: tuple[Defect, ...] = (
         _around_layers("read_late", of="windows"),
         ("L2",),
         r"unfold\(1, 2, 1\)",
+        harmful_from="2.12",  # then AOTAutograd gives the gradient the strides of the view
     ),
     Defect(
         "a value that gets no gradient crosses a cut",

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -52,6 +53,8 @@ WRITES = [
         for place, by in enumerate(BLOCKS[name].options["by"])
     ),
 ]
+REGION = step("written_inside", by="region")
+"""What torch before 2.13 cannot compile, in one piece either."""
 
 
 @pytest.mark.filterwarnings("ignore:Grad strides do not match bucket view strides:UserWarning")
@@ -59,6 +62,11 @@ WRITES = [
 def test_a_view_is_read_as_it_is_after_a_write(first: int, alone: Ranks) -> None:
     drawn = DrawnModel(tuple(WRITES[first : first + 3]), cap_bytes=1)
     (answer,) = examined(alone, drawn, "ddpopt-split")
+    if torch.__version__ < "2.13" and REGION in drawn.steps:
+        assert answer.kind is Outcome.BACKEND
+        assert "invoke_subgraph HigherOrderOperator does not currently support training" in answer.detail
+        others = tuple(each for each in drawn.steps if each != REGION)
+        (answer,) = examined(alone, replace(drawn, steps=others), "ddpopt-split")
     assert answer.kind is Outcome.OK, answer
 
 

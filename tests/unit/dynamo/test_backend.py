@@ -574,11 +574,15 @@ class Bounded(Net):
         return nn.functional.leaky_relu(layers[3](x), slope / 4)
 
 
+TURNED = 2 if torch.__version__ >= "2.13" else 5
+"""Graphs of numbers that become tensors. Before 2.13 torch makes them constants again, without DDP too."""
+
+
 @pytest.mark.parametrize(
     ("factory", "backend", "graphs"),
     [
-        (Scaled, "aot_eager", 2),
-        pytest.param(Scaled, "inductor", 2, marks=pytest.mark.nightly),
+        (Scaled, "aot_eager", TURNED),
+        pytest.param(Scaled, "inductor", TURNED, marks=pytest.mark.nightly),
         (Bounded, "aot_eager", 5),
     ],
 )
