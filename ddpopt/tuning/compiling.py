@@ -84,13 +84,13 @@ def compile(  # the public name, as in torch.compile
     """
     require_choice("buckets", buckets, Buckets)
     ddp: Any = ddp_within(ddp_model)
-    if plan is not None:
-        if buckets != "plan":
-            raise UsageError(f"plan: expected buckets='plan' with it, got {buckets!r}; leave one of them out")
-        own: Any = exchange_plans(ddp.process_group, WHAT, lambda: _read_plan(plan), LONGEST_WAIT)
-        impose(ddp, own[ddp.process_group.rank()])
+    if plan is not None and buckets != "plan":
+        raise UsageError(f"plan: expected buckets='plan' with it, got {buckets!r}; leave one of them out")
     open_or_given: Any = "open" if buckets == "auto" else buckets
     module = api.compile(ddp_model, backend=backend, strategy=strategy, buckets=open_or_given, **options)
+    if plan is not None:
+        own: Any = exchange_plans(ddp.process_group, WHAT, lambda: _read_plan(plan), LONGEST_WAIT)
+        impose(ddp, own[ddp.process_group.rank()])
     if buckets == "auto":
         _tune_in_training(module, ddp, strategy)
     return module
