@@ -20,7 +20,7 @@ from ddpopt.tuning.records import Gradient, Link, Profile, conditions, order_of
 from ddpopt.tuning.simulate import simulate
 from ddpopt.tuning.tune import tune
 
-GIGABIT = Link(0.001, 8.4e-9, 2.9e-9, 0.05, "gloo", 2, {"device": "1 Gbit/s, assumed"})
+GIGABIT = Link(0.001, 8.4e-9, 2.9e-9, 1.03, 0.05, "gloo", 2, {"device": "1 Gbit/s, assumed"})
 
 
 def profiled(model: nn.Module, inputs: torch.Tensor, steps: int = 5) -> Profile:

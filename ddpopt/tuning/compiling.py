@@ -134,7 +134,7 @@ def _tuned(watch: Watch, strategy: Strategy) -> Course[None]:
     profile = yield from watch.profiled(watch.ready_order(), PROFILED, strategy)
     yield from watch.settled()
     impose(ddp, former)
-    profile, link = profile.slowest(group), measure_link(group, watch.device)
+    link = measure_link(group, watch.device)
     plan = tune(profile, link)
     was_s, now_s = (simulate(each, profile, link).step_s for each in (former, plan))
     if now_s > was_s * (1 - WORTH):

@@ -47,10 +47,10 @@ def measure_link(group: Any, device: torch.device) -> Link:
     rows = [(count, count * size, each) for (count, size), each in slowest]
     latency, per_byte = fitted(rows)
     residual = median(abs(max(count * latency, n * per_byte) / s - 1) for count, n, s in rows)
-    # more is noise: sending takes no more than the whole processor
-    processor = min(_processor_s_per_byte(group, device), per_byte)
+    processor, busy = _mutual(group, device)
+    processor = min(processor, per_byte)  # more is noise: sending takes no more than the whole processor
     size, backend = dist.get_world_size(group), str(dist.get_backend(group))
-    return Link(latency, per_byte, processor, residual, backend, size, conditions())
+    return Link(latency, per_byte, processor, busy, residual, backend, size, conditions())
 
 
 def fitted(rows: Sequence[tuple[int, int, float]]) -> tuple[float, float]:
@@ -87,33 +87,49 @@ def _wait(works: Sequence[Any]) -> None:
         work.wait()
 
 
-def _processor_s_per_byte(group: Any, device: torch.device) -> float:
-    """How much longer a fixed computation takes next to a stream, per byte of the stream.
+def _mutual(group: Any, device: torch.device) -> tuple[float, float]:
+    """What sending and computing cost each other.
 
-    With and without a stream in turns; each time the slowest rank counts, because a step waits for it.
+    With and without the other in turns; each time the slowest rank counts, because a step waits for it.
+
+    Returns:
+        How much longer a computation takes for each byte that is sent next to it, in seconds, and how many
+        times as long the sending takes.
     """
     matrix = torch.ones(COMPUTE_SIZE, COMPUTE_SIZE, device=device)
-    buffers, works = [torch.zeros(1 << 18, device=device) for _ in range(8)], list[Any]()
+    buffers = [torch.zeros(1 << 19, device=device) for _ in range(4)]
 
-    def compute(times: int = 50) -> None:
-        for _ in range(times):
+    def compute() -> None:
+        for _ in range(5):
             torch.mm(matrix, matrix)
 
-    def together() -> None:
-        works[:] = _sent(group, buffers)
-        compute(times)
+    def next_to(works: Sequence[Any]) -> tuple[float, float]:
+        begin, sent = now(device), None
+        for _ in range(parts):
+            compute()
+            if sent is None and all(work.is_completed() for work in works):
+                sent = now(device)
+        end = now(device)
+        _wait(works)
+        return between(begin, end), between(begin, sent or now(device))
 
-    sending_s = min(_once_s(group, device, lambda: _wait(_sent(group, buffers))) for _ in range(REPEATS))
+    def alone_s() -> float:
+        return _once_s(group, device, lambda: _wait(_sent(group, buffers)))
+
     computing_s = min(_once_s(group, device, compute) for _ in range(REPEATS))
     # on each rank, the computation lasts longer than the stream
-    times = int(1.5 * 50 * sending_s / computing_s) + 1
-    alone, delayed = list[float](), list[float]()
+    parts = int(2 * min(alone_s() for _ in range(REPEATS)) / computing_s) + 1
+    rows: list[tuple[float, ...]] = []
     for _ in range(2 * REPEATS):
-        alone.append(_once_s(group, device, lambda: compute(times)))
-        delayed.append(_once_s(group, device, together))
-        _wait(works)
-    delay_s = median(largest(group, delayed)) - median(largest(group, alone))
-    return max(0.0, delay_s) / sum(buffer.nbytes for buffer in buffers)
+        dist.barrier(group)
+        undelayed_s, _ = next_to([])
+        dist.barrier(group)
+        rows.append((undelayed_s, *next_to(_sent(group, buffers)), alone_s()))
+    undelayed_s, delayed_s, busy_s, idle_s = (
+        median(largest(group, column)) for column in zip(*rows, strict=True)
+    )
+    delay_s = max(0.0, delayed_s - undelayed_s)
+    return delay_s / sum(buffer.nbytes for buffer in buffers), max(1.0, busy_s / idle_s)
 
 
 def _once_s(group: Any, device: torch.device, call: Callable[[], None]) -> float:

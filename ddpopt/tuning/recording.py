@@ -15,7 +15,6 @@ import itertools
 import sys
 import time
 from collections.abc import Callable, Generator, Sequence
-from statistics import median
 from typing import Any, TypeVar
 from unittest.mock import patch
 
@@ -148,7 +147,7 @@ class Watch:
             rows: what earlier calls measured, and this one adds to.
 
         Returns:
-            The profile of this rank: medians over the steps.
+            The profile, equal on all ranks.
         """
         yield from self.settled(TRIES)
         hold = self._holding(order)
@@ -160,8 +159,8 @@ class Watch:
             if len(hold.times) == len(order):  # there was a backward
                 ready = [(self._forward, at) for at in hold.times]
                 rows.append([(begin, self._forward), (hold.sent, now(self.device)), *ready])
-        columns = zip(*([between(*pair) for pair in row] for row in rows), strict=True)
-        forward_s, update_s, *ready_s = map(median, columns)
+        own = [[between(*pair) for pair in row] for row in rows]
+        forward_s, update_s, *ready_s = slowest(own, self.ddp.process_group, self.device)
         gradients = tuple(Gradient(spec, at) for spec, at in zip(order, ready_s, strict=True))
         size = dist.get_world_size(self.ddp.process_group)
         return Profile(gradients, forward_s, ready_s[-1], update_s, strategy, size, conditions())
@@ -175,6 +174,14 @@ class Watch:
         if not hooks:
             _c10d._register_comm_hook(self.ddp.reducer, None, hold)
         return hold
+
+
+def slowest(rows: Sequence[Sequence[float]], group: Any, device: torch.device) -> list[float]:
+    """Medians of the columns, if of each value the largest of all ranks counts; each must call this."""
+    times = torch.tensor(rows, dtype=torch.float64, device=device)
+    dist.all_reduce(times, dist.ReduceOp.MAX, group)
+    medians: list[float] = times.quantile(0.5, 0).tolist()
+    return medians
 
 
 def require_profilable(ddp: Any) -> None:

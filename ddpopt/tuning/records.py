@@ -10,7 +10,7 @@ import json
 import os
 import platform
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -124,16 +124,6 @@ class Profile(Stored):
             more = f"  - and {len(lines) - SHOWN} more" if len(lines) > SHOWN else "Measure it again."
             raise UsageError("\n".join(["the profile is of something else:", *lines[:SHOWN], more]))
 
-    def slowest(self, group: dist.ProcessGroup) -> Profile:
-        """The profile with the longest times of all ranks, equal on all ranks; each must call it."""
-        # two ranks may have seen the gradients in different orders
-        own = sorted(self.gradients, key=lambda gradient: gradient.spec.name)
-        times = self.forward_s, self.backward_s, self.update_s, *(gradient.ready_s for gradient in own)
-        forward_s, backward_s, update_s, *ready = largest(group, times)
-        gradients = order_of(replace(each, ready_s=at) for each, at in zip(own, ready, strict=True))
-        found = replace(self, gradients=tuple(gradients), forward_s=forward_s)
-        return replace(found, backward_s=backward_s, update_s=update_s)
-
 
 @dataclass(frozen=True)
 class Link(Stored):
@@ -145,6 +135,7 @@ class Link(Stored):
         latency_s: cost of an all-reduce of a few bytes, in seconds.
         seconds_per_byte: cost of one more byte, in seconds.
         processor_s_per_byte: how long sending a byte delays the computation next to it, in seconds.
+        busy: how many times as long sending takes next to computation.
         residual: median of the relative differences between measured streams and this formula.
         backend: the group's backend, for instance ``"gloo"``.
         world_size: number of ranks.
@@ -154,14 +145,21 @@ class Link(Stored):
     latency_s: float
     seconds_per_byte: float
     processor_s_per_byte: float
+    busy: float
     residual: float
     backend: str
     world_size: int
     measured: Mapping[str, str]
 
     def cost_s(self, nbytes: float) -> float:
-        """How long one bucket of this size occupies the link, in seconds."""
+        """How long one bucket of this size occupies the link while nothing is computed, in seconds."""
         return max(self.latency_s, nbytes * self.seconds_per_byte)
+
+    def back_s(self, nbytes: float, start_s: float, computed_s: float) -> float:
+        """When a bucket that is sent at `start_s` is back, if computation ends at `computed_s`."""
+        cost = self.cost_s(nbytes)
+        overlap = min(max(computed_s - start_s, 0.0), self.busy * cost)
+        return start_s + cost + overlap * (1 - 1 / self.busy)
 
     def __str__(self) -> str:
         each, mebibyte = (f"{s * 1000:.2f} ms" for s in (self.latency_s, MIB * self.seconds_per_byte))

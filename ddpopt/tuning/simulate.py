@@ -2,7 +2,8 @@
 
 The model: gradients become complete at their profiled times; the link carries one bucket after another, in
 the plan's order; what was sent before a bucket has delayed the computation of its gradients by
-`Link.processor_s_per_byte`. After the last bucket the optimizer runs.
+`Link.processor_s_per_byte`, and sending takes `Link.busy` times as long until the last gradient is complete.
+After the last bucket the optimizer runs.
 
 The reducer's copies, into the buckets and back, are in the times of the profile, whose buckets hold one
 gradient each; that fewer and larger copies take less time is not modelled.
@@ -87,11 +88,13 @@ def simulate(plan: Plan, profile: Profile, link: Link) -> Timeline:
     ready_s = {gradient.spec.name: gradient.ready_s for gradient in profile.gradients}
     free = latest = delay = 0.0
     computed, begin = profile.backward_s, profile.forward_s
+    last = max(ready_s.values(), default=0.0)
     found: list[Sent] = []
     for bucket in plan.buckets:
         latest = max([latest, *(ready_s[name] for name in bucket.params)])
         start = max(free, latest + delay)
-        free, work = start + link.cost_s(bucket.nbytes), bucket.nbytes * link.processor_s_per_byte
+        free = link.back_s(bucket.nbytes, start, last + delay)
+        work = bucket.nbytes * link.processor_s_per_byte
         computed = _delayed(computed, start, free, work)
         # what is sent before a bucket, but after its gradients are complete, does not delay it
         times = begin + min(start, latest + delay), begin + start, begin + free

@@ -114,7 +114,7 @@ class _BestBuckets:
         delays = torch.zeros(self.shape, dtype=torch.float64)
         for axis, sums in enumerate(self.sums):
             delays += self._along(axis, sums) * link.processor_s_per_byte
-        self.delays = delays
+        self.delays, self.computed = delays, delays + units[-1][-1].ready_s
         self.start: Place = (0,) * len(kinds)
         self.end: Place = (-1,) * len(kinds)
 
@@ -141,7 +141,9 @@ class _BestBuckets:
         for place, unit in enumerate(self.units):
             earlier, here, cost = self._around(place)
             started = torch.maximum(free[:, *earlier], unit[-1].ready_s + self.delays[earlier])
-            free[:, *here] = (started + cost).amin(self.axis[place] + 1)
+            overlap = torch.minimum((self.computed[earlier] - started).clamp(0.0), self.link.busy * cost)
+            ended = started + cost + overlap * (1 - 1 / self.link.busy)
+            free[:, *here] = ended.amin(self.axis[place] + 1)
         return free
 
     def _fewest(self, ends: Tensor) -> Tensor:
@@ -156,7 +158,9 @@ class _BestBuckets:
         for place in reversed(range(len(self.units))):
             axis = self.axis[place]
             earlier, here, cost = self._around(place)
-            begin = needed[:, *here].unsqueeze(axis + 1) - cost[: len(ends)]
+            idle = needed[:, *here].unsqueeze(axis + 1) - cost[: len(ends)]
+            overlap = (self.computed[earlier] - idle).clamp(0.0).minimum(cost[: len(ends)])
+            begin = idle - overlap * (self.link.busy - 1)
             more = count[here].unsqueeze(axis) + 1
             fits = (self.units[place][-1].ready_s + self.delays[earlier] <= begin).all(0)
             later = begin[0] > needed[:, *earlier][0]

@@ -26,7 +26,7 @@ from ddpopt.ranks.failures import RanksFailed
 from ddpopt.ranks.group import Ranks
 from ddpopt.tuning import compiling
 from ddpopt.tuning.comparing import WARM_UP, tuned_on
-from ddpopt.tuning.recording import one_each
+from ddpopt.tuning.recording import one_each, slowest
 from ddpopt.tuning.records import Gradient, Link, Profile
 from ddpopt.tuning.tune import tune
 from tests.multigpu.models import arbitrary_plan
@@ -45,7 +45,7 @@ from tests.multigpu.training import (
 )
 
 SKIPPED = {"skip_all_reduce_unused_params": True}
-LINK = Link(1e-4, 1e-9, 0.0, 0.0, "gloo", 2, {})
+LINK = Link(1e-4, 1e-9, 0.0, 1.0, 0.0, "gloo", 2, {})
 SLOWER = ("default", "unused somewhere", "one backward")
 TUNED = (*SLOWER, "static graph", "bucket view", "accumulation", "more forwards somewhere")
 FEW = {"WARM_UP": 2, "PROFILED": 2, "MEASURED": 3}
@@ -150,15 +150,16 @@ def test_a_plan_in_a_file_is_imposed_if_each_rank_has_it(ranks: Ranks, tmp_path:
 
 def test_ranks_whose_profiles_differ_choose_one_plan(ranks: Ranks) -> None:
     specs = [*specs_by_id(build(SETTINGS["default"], ranks)).values()]
-    own = specs[ranks.rank :] + specs[: ranks.rank]
-    gradients = tuple(Gradient(spec, (1 + ranks.rank) * place * 1e-4) for place, spec in enumerate(own))
-    profile = Profile(gradients, 0.1 * ranks.rank, 1e-3, 0.0, "eager", ranks.size, {})
-    assert dist.group.WORLD is not None
-    agreed = profile.slowest(dist.group.WORLD)
-    plans = ranks.gather((agreed, tune(agreed, LINK)))
+    own = [
+        [(1 + (ranks.rank + step) % ranks.size) * place * 1e-4 for place in range(len(specs))]
+        for step in (0, 1, 2)
+    ]
+    ready = slowest(own, dist.group.WORLD, ranks.device)
+    assert ready == [ranks.size * place * 1e-4 for place in range(len(specs))]
+    gradients = tuple(Gradient(spec, at) for spec, at in zip(specs, ready, strict=True))
+    profile = Profile(gradients, 0.1, ready[-1], 0.0, "eager", ranks.size, {})
+    plans = ranks.gather(tune(profile, LINK))
     assert plans == [plans[0]] * ranks.size
-    last = agreed.gradients[-1].ready_s
-    assert (agreed.forward_s, last) == (0.1 * (ranks.size - 1), ranks.size * 1e-4 * (len(own) - 1))
 
 
 def case() -> Case:

@@ -85,7 +85,7 @@ def test_text_is_ascii_and_narrow_and_marks_what_is_exposed(step: Timeline) -> N
 def test_a_tree_wins_below_the_crossover_and_the_measured_link_is_a_ring(
     drawn: Link, measured: int, size: int, nbytes: int
 ) -> None:
-    link = Link(drawn.latency_s + 0.1, drawn.seconds_per_byte + 0.1, 0.1, 0.0, "gloo", measured, {})
+    link = Link(drawn.latency_s + 0.1, drawn.seconds_per_byte + 0.1, 0.1, 1.0, 0.0, "gloo", measured, {})
     assert scaled(link, measured) == link
     ring, tree = scaled(link, size).cost_s(nbytes), scaled(link, size, "tree").cost_s(nbytes)
     hop_s, byte_s = link.latency_s / (measured - 1), link.seconds_per_byte * measured / (measured - 1)

@@ -13,7 +13,7 @@ from ddpopt.tuning import tune
 from ddpopt.tuning.records import Gradient, Link, Profile, plan_of
 from ddpopt.tuning.simulate import Timeline, simulate
 
-LINK = Link(1e-3, 1e-4, 0.0, 0.0, "gloo", 2, {})
+LINK = Link(1e-3, 1e-4, 0.0, 1.0, 0.0, "gloo", 2, {})
 times = st.integers(0, 40).map(lambda tenths: tenths / 10)
 
 
@@ -29,10 +29,11 @@ def gradients(draw: st.DrawFn, most: int = 14) -> list[Gradient]:
 
 
 links = st.builds(
-    lambda a, b, c: Link(a, b, c, 0.0, "gloo", 2, {}),
+    lambda a, b, c, busy: Link(a, b, c, busy, 0.0, "gloo", 2, {}),
     times.map(lambda t: t / 4),
     times.map(lambda t: t / 8),
     times.map(lambda t: t / 20),
+    st.sampled_from([1.0, 1.25, 2.0]),
 )
 
 
@@ -60,7 +61,8 @@ def every_end(gradients: Sequence[Gradient], link: Link, most: float) -> list[tu
                 if place > last and (taken == 1 or nbytes <= most):
                     start = max(free, g.ready_s + sent * link.processor_s_per_byte)
                     left = [*rest[:index], own[taken:], *rest[index + 1 :]]
-                    send(left, place, start + link.cost_s(nbytes), sent + nbytes, count + 1)
+                    computed = gradients[-1].ready_s + sent * link.processor_s_per_byte
+                    send(left, place, link.back_s(nbytes, start, computed), sent + nbytes, count + 1)
 
     send([*classes.values()], -1, 0.0, 0, 0)
     return found

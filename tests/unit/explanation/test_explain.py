@@ -153,7 +153,7 @@ def test_json_holds_the_plan_and_all_else_that_is_shown() -> None:
 
 
 def test_a_profile_adds_the_step_that_it_predicts(tmp_path: Path) -> None:
-    explanation, link = explained("keyword"), Link(0.001, 1e-8, 0.0, 0.0, "gloo", 2, {})
+    explanation, link = explained("keyword"), Link(0.001, 1e-8, 0.0, 1.0, 0.0, "gloo", 2, {})
     specs = {spec.name: spec for spec in specs_from_module(corpus.case("keyword").model())}
     order = [specs[name] for bucket in explanation.plan.buckets for name in bucket.params]
     ready = tuple(Gradient(spec, 0.02 * place) for place, spec in enumerate(order))

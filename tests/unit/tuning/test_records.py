@@ -19,7 +19,7 @@ PROFILE = Profile(
     2,
     {"torch": str(torch.__version__)},
 )
-LINK = Link(1e-4, 1e-9, 0.0, 0.05, "gloo", 2, {})
+LINK = Link(1e-4, 1e-9, 0.0, 1.0, 0.05, "gloo", 2, {})
 
 
 @pytest.mark.parametrize("stored", [PROFILE, LINK])
