@@ -97,7 +97,7 @@ def _mutual(group: Any, device: torch.device) -> tuple[float, float]:
         times as long the sending takes.
     """
     matrix = torch.ones(COMPUTE_SIZE, COMPUTE_SIZE, device=device)
-    buffers = [torch.zeros(1 << 19, device=device) for _ in range(4)]
+    buffers = [torch.zeros(1 << 19, device=device) for _ in range(8)]
 
     def compute() -> None:
         for _ in range(5):
