@@ -84,13 +84,13 @@ def compile(  # the public name, as in torch.compile
     """
     require_choice("buckets", buckets, Buckets)
     ddp: Any = ddp_within(ddp_model)
-    if plan is not None and buckets != "plan":
-        raise UsageError(f"plan: expected buckets='plan' with it, got {buckets!r}; leave one of them out")
-    open_or_given: Any = "open" if buckets == "auto" else buckets
-    module = api.compile(ddp_model, backend=backend, strategy=strategy, buckets=open_or_given, **options)
     if plan is not None:
+        if buckets != "plan":
+            raise UsageError(f"plan: expected buckets='plan' with it, got {buckets!r}; leave one of them out")
         own: Any = exchange_plans(ddp.process_group, WHAT, lambda: _read_plan(plan), LONGEST_WAIT)
         impose(ddp, own[ddp.process_group.rank()])
+    open_or_given: Any = "open" if buckets == "auto" else buckets
+    module = api.compile(ddp_model, backend=backend, strategy=strategy, buckets=open_or_given, **options)
     if buckets == "auto":
         _tune_in_training(module, ddp, strategy)
     return module
@@ -129,6 +129,8 @@ def _tuned(watch: Watch, strategy: Strategy) -> Course[None]:
     former = imposed_plan(ddp)
     if former is None:
         raise UsageError("DDP keeps its own buckets")
+    if ddp.static_graph:
+        raise UsageError("a static graph's forward may be under way, which a new reducer would not reduce")
     require_profilable(ddp)
     before = yield from watch.steps(MEASURED)
     profile = yield from watch.profiled(watch.ready_order(), PROFILED, strategy)

@@ -73,7 +73,7 @@ def _slope(points: Sequence[tuple[float, float]]) -> float:
 
 
 def _stream_s(group: Any, device: torch.device, count: int, nbytes: int) -> float:
-    buffers = [torch.zeros(nbytes // 4, device=device) for _ in range(count)]
+    buffers = [torch.zeros(nbytes // 4, dtype=torch.float32, device=device) for _ in range(count)]
     times = [_once_s(group, device, lambda: _wait(_sent(group, buffers))) for _ in range(REPEATS + 1)]
     return median(times[1:])
 
@@ -96,8 +96,8 @@ def _mutual(group: Any, device: torch.device) -> tuple[float, float]:
         How much longer a computation takes for each byte that is sent next to it, in seconds, and how many
         times as long the sending takes.
     """
-    matrix = torch.ones(COMPUTE_SIZE, COMPUTE_SIZE, device=device)
-    buffers = [torch.zeros(1 << 19, device=device) for _ in range(8)]
+    matrix = torch.ones(COMPUTE_SIZE, COMPUTE_SIZE, dtype=torch.float32, device=device)
+    buffers = [torch.zeros(1 << 19, dtype=torch.float32, device=device) for _ in range(8)]
 
     def compute() -> None:
         for _ in range(5):

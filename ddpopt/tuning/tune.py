@@ -120,11 +120,12 @@ class _BestBuckets:
 
     def buckets(self) -> list[Unit]:
         """The best partition."""
-        ties = torch.tensor([1 + tie for _, tie in LINKS], dtype=torch.float64)
-        ends = self._free()[:, *self.end] * ties
-        following = self._fewest(ends)
-        if following[self.start] < 0:
-            following = self._fewest(ends[:1])
+        ends = self._free()[:, *self.end]
+        ties = torch.tensor([tie for _, tie in LINKS], dtype=torch.float64)
+        following = self._fewest(ends * (1 + ties))
+        while following[self.start] < 0:  # none is among the earliest on all links, or rounding hides it
+            ends, ties = ends[:1], 2 * ties[:1]
+            following = self._fewest(ends * (1 + ties))
         state = [0] * len(self.shape)
         found: list[Unit] = []
         while state != [size - 1 for size in self.shape]:

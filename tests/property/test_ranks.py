@@ -35,7 +35,7 @@ def assert_steps_are_equal(ranks: Ranks, portion: float, *, at_least: int) -> No
         @how_many
         @given(models(without={"cond"}, max_steps=4), st.sampled_from(OURS))
         def holds(drawn: DrawnModel, mode: str) -> None:
-            assert_right(examined(group, drawn, mode))
+            assert_right(drawn, examined(group, drawn, mode))
 
         holds()
 
