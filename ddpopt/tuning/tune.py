@@ -1,21 +1,20 @@
-"""The buckets that end the step first in the model of `ddpopt.tuning.simulate`, found exactly.
+"""The buckets that end the step first in the model of `ddpopt.tuning.simulate`.
 
-Dynamic programming. A state is how many gradients of each class (dtype and device; a sparse gradient is a
-class of its own) have been sent. The earliest time at which the link is free in a state does not depend on
-what follows, because a bucket starts at the later of that time and its own completion. Buckets are sent in
-the order of their last gradients: in any other order a bucket waits for one that is complete later.
+Dynamic programming over the ready order: of all its divisions into runs, find the one after which the link is
+free first. The earliest time at which the link is free after a run does not depend on what follows. A run is
+sent as a bucket for each class (dtype and device; a sparse gradient is a class of its own) in the order of
+their last gradients. So with one class no other buckets end the step earlier.
 
-Among the partitions that end equally early, also on a link that is somewhat faster or slower (`LINKS`), one
-with the fewest buckets is chosen: backwards, each state gets the smallest number of buckets in which the rest
-can be sent before that end. If none is among the earliest on all links, the measured one counts.
+Then a bucket is merged with the next one of its class if the step ends no later, neither on the measured link
+nor on a somewhat faster or slower one (`LINKS`).
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -23,12 +22,14 @@ from torch import Tensor
 from ddpopt.planning.plan import Plan
 from ddpopt.tuning.records import LARGEST, Gradient, Link, Profile, order_of, plan_of
 
-MOST_STEPS = 60_000_000
-"""Transitions to try at most, about two seconds. With more, neighbouring gradients are merged first."""
-Place = tuple[slice | int, ...]
-LINKS = ((1.0, 1e-6), (0.8, 0.01), (1.25, 0.01))
-"""The links on which ends are compared: how many times as long as measured an all-reduce takes, and by what
-share a later end is equal to the earliest."""
+LINKS = (1.0, 0.8, 1.25)
+"""The links on which a merge must not delay the end: how many times as long as measured all-reduces take."""
+ROUNDING = 1e-12
+"""The relative difference of two times that are equal."""
+Unit = tuple[Gradient, ...]
+"""Gradients that are sent together: one bucket."""
+Times = Sequence[float]
+"""A time for each of `LINKS`."""
 
 
 def tune(profile: Profile, link: Link, most_bytes: float = LARGEST) -> Plan:
@@ -47,10 +48,6 @@ def tune(profile: Profile, link: Link, most_bytes: float = LARGEST) -> Plan:
     return plan_of(([g.spec for g in group] for group in groups), "the step ends earliest with these buckets")
 
 
-Unit = tuple[Gradient, ...]
-"""Gradients of one class that are sent together in any case; mostly one."""
-
-
 def partition(gradients: Sequence[Gradient], link: Link, most: float = math.inf) -> list[Unit]:
     """Divide gradients, in ready order, into the buckets that are back first.
 
@@ -62,14 +59,20 @@ def partition(gradients: Sequence[Gradient], link: Link, most: float = math.inf)
     Returns:
         The buckets in the order in which they are sent.
     """
-    size = 1
-    while _steps(units := _units(gradients, most, size)) > MOST_STEPS:
-        size *= 2
-    return _BestBuckets(units, link, most).buckets() if units else []
+    if not gradients:
+        return []
+    links = [
+        replace(link, latency_s=share * link.latency_s, seconds_per_byte=share * link.seconds_per_byte)
+        for share in LINKS
+    ]
+    found = _best(gradients, link, most)
+    while len(fewer := _merged(found, links, gradients[-1].ready_s, most)) < len(found):
+        found = fewer
+    return found
 
 
-def _kind(unit: Unit) -> tuple[str, str, str]:
-    spec = unit[0].spec
+def _kind(gradient: Gradient) -> tuple[str, str, str]:
+    spec = gradient.spec
     return spec.dtype, spec.device, spec.name if spec.sparse else ""
 
 
@@ -77,110 +80,94 @@ def _nbytes(unit: Unit) -> int:
     return sum(gradient.spec.nbytes for gradient in unit)
 
 
-def _units(gradients: Sequence[Gradient], most: float, size: int) -> list[Unit]:
-    """Put up to `size` gradients that follow each other in their class into one unit."""
-    found: dict[str, Unit] = {}  # by its last gradient
-    begun: dict[object, Unit] = {}
-    for gradient in gradients:
-        unit: Unit = (gradient,)
-        kind = _kind(unit)
-        before = begun.get(kind, ())
-        if 0 < len(before) < size and _nbytes(before + unit) <= most:
-            del found[before[-1].spec.name]
-            unit = before + unit
-        begun[kind] = found[gradient.spec.name] = unit
+def _best(gradients: Sequence[Gradient], link: Link, most: float) -> list[Unit]:
+    """The buckets of the division that is back first."""
+    kinds = [*map(_kind, gradients)]
+    own = {kind: torch.tensor([0, *(each == kind for each in kinds)]) for kind in {*kinds}}
+    nbytes = torch.tensor([0, *(gradient.spec.nbytes for gradient in gradients)], dtype=torch.float64)
+    sizes = {kind: (nbytes * mask).cumsum(0) for kind, mask in own.items()}
+    counts = {kind: mask.cumsum(0) for kind, mask in own.items()}
+    total, last_s = nbytes.cumsum(0), gradients[-1].ready_s
+    free = torch.zeros(len(kinds) + 1, dtype=torch.float64)
+    ready: dict[
+        tuple[str, str, str], float
+    ] = {}  # of each class so far, in the order of their last gradients
+    came = [0]
+    for end, gradient in enumerate(gradients, 1):
+        ready.pop(kinds[end - 1], None)
+        ready[kinds[end - 1]] = gradient.ready_s
+        at, sent = free[:end], total[:end]
+        for kind, ready_s in ready.items():
+            size, count = (sums[kind][end] - sums[kind][:end] for sums in (sizes, counts))
+            delay = sent * link.processor_s_per_byte
+            back = _back_s(link, size, torch.maximum(at, ready_s + delay), last_s + delay)
+            back = back.where((size <= most) | (count == 1), math.inf)
+            at, sent = back.where(count > 0, at), sent + size
+        free[end], start = at.min(0)
+        came.append(int(start))
+    return [*itertools.chain.from_iterable(map(_classes, _runs(gradients, came)))]
+
+
+def _back_s(link: Link, nbytes: Tensor, start_s: Tensor, computed_s: Tensor) -> Tensor:
+    """`Link.back_s` of many buckets."""
+    cost = (nbytes * link.seconds_per_byte).clamp(link.latency_s)
+    overlap = (computed_s - start_s).clamp(0.0).minimum(link.busy * cost)
+    return start_s + cost + overlap * (1 - 1 / link.busy)
+
+
+def _runs(gradients: Sequence[Gradient], came: Sequence[int]) -> list[Unit]:
+    """The runs between the cuts that lead to the end; `came` has for each cut the one before it."""
+    ends = [len(gradients)]
+    while ends[-1]:
+        ends.append(came[ends[-1]])
+    return [tuple(gradients[begin:end]) for begin, end in itertools.pairwise(reversed(ends))]
+
+
+def _classes(run: Unit) -> list[Unit]:
+    """A bucket for each class of a run, in the order of their last gradients."""
+    found: dict[object, Unit] = {}
+    for gradient in run:
+        kind = _kind(gradient)
+        found[kind] = (*found.pop(kind, ()), gradient)
     return [*found.values()]
 
 
-def _steps(units: Sequence[Unit]) -> float:
-    counts = Counter(map(_kind, units))
-    return math.prod(count + 1 for count in counts.values()) * len(units) / (2 * len(counts) or 1)
+def _merged(buckets: Sequence[Unit], links: Sequence[Link], last_s: float, most: float) -> list[Unit]:
+    """Merge each bucket with the next one of its class while the end is no later on any link."""
+    found = [(_kind(unit[-1]), unit, _nbytes(unit)) for unit in buckets]
+
+    def times(free: Times, sent: int, rest: Iterable[tuple[object, Unit, int]]) -> Iterator[Times]:
+        """When each link is free after each bucket, if it is free then and so much was sent before."""
+        for _, unit, nbytes in rest:
+            delay = sent * links[0].processor_s_per_byte
+            begin = [max(at, unit[-1].ready_s + delay) for at in free]
+            free = [link.back_s(nbytes, at, last_s + delay) for link, at in zip(links, begin, strict=True)]
+            sent += nbytes
+            yield free
+
+    free: Times = [0.0] * len(links)
+    sent = place = 0
+    after = [*times(free, sent, found)]
+    while place < len(found):
+        kind, unit, nbytes = found[place]
+        other = next((n for n in range(place + 1, len(found)) if found[n][0] == kind), place)
+        new: Sequence[Times] = ()
+        if other > place and nbytes + found[other][2] <= most:
+            merged = [*found[place + 1 : other], (kind, unit + found[other][1], nbytes + found[other][2])]
+            rest = itertools.chain(merged, itertools.islice(found, other + 1, None))
+            new = _until_no_later(times(free, sent, rest), after[place + 1 :], len(merged))
+        if new:
+            found[place : other + 1], after[place : place + len(new) + 1] = merged, new
+        else:
+            free, sent, place = after[place], sent + nbytes, place + 1
+    return [unit for _, unit, _ in found]
 
 
-class _BestBuckets:
-    """The dynamic programming over the states, for all `LINKS`; sizes and times are float64 tensors."""
-
-    def __init__(self, units: Sequence[Unit], link: Link, most: float) -> None:
-        self.units, self.link, self.most = units, link, most
-        kinds = list(dict.fromkeys(map(_kind, units)))
-        self.axis = [kinds.index(_kind(unit)) for unit in units]
-        self.own = [[unit for unit in units if _kind(unit) == kind] for kind in kinds]
-        sizes = ([0, *itertools.accumulate(map(_nbytes, own))] for own in self.own)
-        self.sums = [torch.tensor(each, dtype=torch.float64) for each in sizes]
-        self.shape = [len(own) + 1 for own in self.own]
-        # for each unit, how many units of each class precede it
-        ones = torch.nn.functional.one_hot(torch.tensor(self.axis), len(kinds))
-        self.before: list[list[int]] = (ones.cumsum(0) - ones).tolist()
-        delays = torch.zeros(self.shape, dtype=torch.float64)
-        for axis, sums in enumerate(self.sums):
-            delays += self._along(axis, sums) * link.processor_s_per_byte
-        self.delays, self.computed = delays, delays + units[-1][-1].ready_s
-        self.start: Place = (0,) * len(kinds)
-        self.end: Place = (-1,) * len(kinds)
-
-    def buckets(self) -> list[Unit]:
-        """The best partition."""
-        ends = self._free()[:, *self.end]
-        ties = torch.tensor([tie for _, tie in LINKS], dtype=torch.float64)
-        following = self._fewest(ends * (1 + ties))
-        while following[self.start] < 0:  # none is among the earliest on all links, or rounding hides it
-            ends, ties = ends[:1], 2 * ties[:1]
-            following = self._fewest(ends * (1 + ties))
-        state = [0] * len(self.shape)
-        found: list[Unit] = []
-        while state != [size - 1 for size in self.shape]:
-            place = int(following[tuple(state)])
-            axis, to = self.axis[place], self.before[place][self.axis[place]] + 1
-            found.append(tuple(itertools.chain(*self.own[axis][state[axis] : to])))
-            state[axis] = to
-        return found
-
-    def _free(self) -> Tensor:
-        """For each link and state, when the link is free at the earliest."""
-        free = torch.full((len(LINKS), *self.shape), math.inf, dtype=torch.float64)
-        free[:, *self.start] = 0.0
-        for place, unit in enumerate(self.units):
-            earlier, here, cost = self._around(place)
-            started = torch.maximum(free[:, *earlier], unit[-1].ready_s + self.delays[earlier])
-            overlap = torch.minimum((self.computed[earlier] - started).clamp(0.0), self.link.busy * cost)
-            ended = started + cost + overlap * (1 - 1 / self.link.busy)
-            free[:, *here] = ended.amin(self.axis[place] + 1)
-        return free
-
-    def _fewest(self, ends: Tensor) -> Tensor:
-        """For each state, the last unit of the next bucket, so that the fewest follow and end by `ends`.
-
-        Of equally few those for which the link is needed last. A link for each end.
-        """
-        count = torch.full(self.shape, len(self.units) + 1.0, dtype=torch.float64)
-        needed = torch.full((len(ends), *self.shape), -math.inf, dtype=torch.float64)
-        count[self.end], needed[:, *self.end] = 0.0, ends
-        following = torch.full(self.shape, -1)
-        for place in reversed(range(len(self.units))):
-            axis = self.axis[place]
-            earlier, here, cost = self._around(place)
-            idle = needed[:, *here].unsqueeze(axis + 1) - cost[: len(ends)]
-            overlap = (self.computed[earlier] - idle).clamp(0.0).minimum(cost[: len(ends)])
-            begin = idle - overlap * (self.link.busy - 1)
-            more = count[here].unsqueeze(axis) + 1
-            fits = (self.units[place][-1].ready_s + self.delays[earlier] <= begin).all(0)
-            later = begin[0] > needed[:, *earlier][0]
-            better = fits & ((more < count[earlier]) | (more == count[earlier]) & later)
-            for best, found in ((count, more), (following, torch.tensor(place))):
-                best[earlier] = found.where(better, best[earlier])
-            needed[:, *earlier] = begin.where(better, needed[:, *earlier])
-        return following
-
-    def _around(self, place: int) -> tuple[Place, Place, Tensor]:
-        """The states from which a bucket that ends with this unit is sent, those after it, and its costs."""
-        axis, before = self.axis[place], self.before[place]
-        to = before[axis]
-        earlier: Place = tuple(slice(0, count + 1) for count in before)
-        here: Place = (*earlier[:axis], to + 1, *earlier[axis + 1 :])
-        nbytes = self.sums[axis][to + 1] - self.sums[axis][: to + 1]
-        cost = (nbytes * self.link.seconds_per_byte).clamp(self.link.latency_s)
-        cost[:-1] = cost[:-1].where(nbytes[:-1] <= self.most, math.inf)
-        return earlier, here, torch.stack([share * self._along(axis, cost) for share, _ in LINKS])
-
-    def _along(self, axis: int, values: Tensor) -> Tensor:
-        return values.reshape([-1 if other == axis else 1 for other in range(len(self.own))])
+def _until_no_later(times: Iterable[Times], former: Sequence[Times], least: int) -> list[Times]:
+    """Times up to one that is no later than its former one, the first few not counted; empty if none is."""
+    found: list[Times] = []
+    for new, old in zip(times, former, strict=True):
+        found.append(new)
+        if len(found) >= least and all(a <= b * (1 + ROUNDING) for a, b in zip(new, old, strict=True)):
+            return found
+    return []

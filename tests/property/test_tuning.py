@@ -1,10 +1,11 @@
-"""The tuned buckets are the best ones: compared with every partition, in the simulated model."""
+"""The tuned buckets are the best ones: compared with every division, in the simulated model."""
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from unittest.mock import patch
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -41,62 +42,66 @@ def step_of(groups: Sequence[Sequence[Gradient]], profile: Profile, link: Link) 
     return simulate(plan_of([[g.spec for g in group] for group in groups], ""), profile, link)
 
 
-def every_end(gradients: Sequence[Gradient], link: Link, most: float) -> list[tuple[float, int]]:
-    """When the last bucket is back, and how many there are, for every partition of the gradients.
-
-    Contiguous in each class, in the order of the last gradients.
-    """
-    classes: dict[object, list[tuple[int, Gradient]]] = {}
-    for place, g in enumerate(gradients):
-        classes.setdefault((g.spec.dtype, place if g.spec.sparse else None), []).append((place, g))
-    found: list[tuple[float, int]] = []
-
-    def send(rest: list[list[tuple[int, Gradient]]], last: int, free: float, sent: int, count: int) -> None:
-        if not any(rest):
-            found.append((free, count))
-        for index, own in enumerate(rest):
-            nbytes = 0
-            for taken, (place, g) in enumerate(own, start=1):
-                nbytes += g.spec.nbytes
-                if place > last and (taken == 1 or nbytes <= most):
-                    start = max(free, g.ready_s + sent * link.processor_s_per_byte)
-                    left = [*rest[:index], own[taken:], *rest[index + 1 :]]
-                    computed = gradients[-1].ready_s + sent * link.processor_s_per_byte
-                    send(left, place, link.back_s(nbytes, start, computed), sent + nbytes, count + 1)
-
-    send([*classes.values()], -1, 0.0, 0, 0)
-    return found
+def back_s(groups: Sequence[Sequence[Gradient]], drawn: Sequence[Gradient], link: Link) -> float:
+    """When the last bucket is back in the simulated step."""
+    profile = Profile(tuple(drawn), 0.0, drawn[-1].ready_s, 0.0, "eager", 2, {})
+    return step_of(groups, profile, link).buckets[-1].back_s
 
 
-@given(gradients(), links, st.sampled_from([math.inf, 4, 9]), st.sampled_from([1e-6, 1e-3, 0.1]))
-def test_no_partition_ends_earlier_or_equally_early_on_all_links_with_fewer_buckets(
-    drawn: list[Gradient], link: Link, most: float, tie: float
+def kind(gradient: Gradient) -> object:
+    return gradient.spec.dtype, gradient.spec.name if gradient.spec.sparse else None
+
+
+def divisions(drawn: Sequence[Gradient], most: float) -> Iterator[list[list[Gradient]]]:
+    """Every division of the ready order into runs, with a bucket for each class of a run."""
+    for cuts in itertools.product([False, True], repeat=len(drawn) - 1):
+        buckets: list[list[Gradient]] = []
+        run: dict[object, list[Gradient]] = {}
+        for gradient, cut in zip(drawn, [*cuts, True], strict=True):
+            run[kind(gradient)] = [*run.pop(kind(gradient), []), gradient]  # the class that ends last is last
+            if cut:
+                buckets, run = [*buckets, *run.values()], {}
+        if all(fits(bucket, most) for bucket in buckets):
+            yield buckets
+
+
+def fits(bucket: Sequence[Gradient], most: float) -> bool:
+    return len(bucket) == 1 or sum(g.spec.nbytes for g in bucket) <= most
+
+
+def merged(buckets: Sequence[Sequence[Gradient]]) -> Iterator[list[Sequence[Gradient]]]:
+    """With one bucket more in the next one of its class."""
+    for place, bucket in enumerate(buckets):
+        for other in range(place + 1, len(buckets)):
+            if kind(buckets[other][0]) == kind(bucket[0]):
+                joined = [*bucket, *buckets[other]]
+                yield [*buckets[:place], *buckets[place + 1 : other], joined, *buckets[other + 1 :]]
+                break
+
+
+@given(gradients(10), links, st.sampled_from([math.inf, 4, 9]))
+def test_no_division_of_the_ready_order_ends_earlier_and_no_merge_ends_as_early(
+    drawn: list[Gradient], link: Link, most: float
 ) -> None:
-    shares = tuple((share, tie) for share, _ in tune.LINKS)
-    with patch.object(tune, "LINKS", shares):
-        tuned = tune.partition(drawn, link, most)
+    tuned = tune.partition(drawn, link, most)
     assert sorted(g.spec.name for b in tuned for g in b) == sorted(g.spec.name for g in drawn)
-    scaled = (
+    assert all(fits(bucket, most) and len({*map(kind, bucket)}) == 1 for bucket in tuned)
+    end = back_s(tuned, drawn, link)
+    assert end <= min(back_s(each, drawn, link) for each in divisions(drawn, most)) * (1 + 1e-9)
+    shares = [
         replace(link, latency_s=share * link.latency_s, seconds_per_byte=share * link.seconds_per_byte)
-        for share, _ in shares
-    )
-    ends = [every_end(drawn, each, most) for each in scaled]
-    latest = [min(end for end, _ in each) * (1 + tie) for each in ends]
-    profile = Profile(tuple(drawn), 0.0, 0.0, 0.0, "eager", 2, {})
-    assert step_of(tuned, profile, link).reduced_s <= latest[0] + 1e-9
-    # rounding decides about an end that is the latest itself
-    fewest = min(n for end, n in ends[0] if end <= latest[0] + 1e-10)
-    rows = [
-        (n, [end <= by - 1e-10 for (end, _), by in zip(row, latest, strict=True)])
-        for row in zip(*ends, strict=True)
-        for n in [row[0][1]]
+        for share in tune.LINKS
     ]
-    surely = min((n for n, good in rows if all(good)), default=99)
-    assert fewest <= len(tuned) <= surely
+    ends = [back_s(tuned, drawn, each) for each in shares]
+    for other in merged(tuned):
+        if all(fits(bucket, most) for bucket in other):
+            later = [back_s(other, drawn, each) - end for each, end in zip(shares, ends, strict=True)]
+            assert max(later) > 0
 
 
-def test_5000_gradients_of_two_dtypes_need_no_more_steps_than_the_limit() -> None:
-    specs = [ParamSpec(f"p{n}", 1 + n % 7, "bfloat16" if n % 3 else "float32", "cpu") for n in range(5000)]
-    tuned = tune.partition([Gradient(spec, n * 1e-3) for n, spec in enumerate(specs)], LINK)
+@pytest.mark.parametrize(("sparse", "dtypes", "count"), [(0, 2, 5000), (26, 1, 36), (0, 8, 80)])
+def test_tuning_ends_for_many_gradients_and_for_many_classes(sparse: int, dtypes: int, count: int) -> None:
+    specs = [ParamSpec(f"p{n}", 1 + n % 7, f"dtype {n % dtypes}", "cpu", n < sparse) for n in range(count)]
+    tuned = tune.partition([Gradient(spec, n * 1e-3) for n, spec in enumerate(specs)], LINK, 5)
     assert sorted(g.spec.name for b in tuned for g in b) == sorted(spec.name for spec in specs)
     assert all(len({g.spec.dtype for g in bucket}) == 1 for bucket in tuned)
