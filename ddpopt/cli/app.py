@@ -28,11 +28,11 @@ class _Command(TyperCommand):
     """A subcommand whose stdout has only its result, whatever the target prints."""
 
     def invoke(self, ctx: Any) -> Any:
-        params = ctx.params
-        limits = ("timeout", "minutes", "examples", "tries")
-        given.require_positive(**{name: params.get(name) for name in limits})
-        baseline = params["baseline"] if params.get("update") else None
-        require_writable(params.get("json"), params.get("report") or (), baseline)
+        get = ctx.params.get
+        given.require_positive(**{name: get(name) for name in ("timeout", "minutes", "examples", "tries")})
+        others = {f"--{name}": get(name) for name in ("trace", "html")}
+        others["--baseline"] = get("baseline") if get("update") else None
+        require_writable(get("json"), get("report") or (), others)
         RESULTS.set(sys.stdout)
         sys.stdout = sys.stderr  # for good: a target may also print when the process ends
         return super().invoke(ctx)
@@ -117,7 +117,7 @@ def explain(
 
     case = _case(target, ddp)
     explanation = explain_case(case, case.ddp_kwargs)
-    if profile:
+    if profile or link:
         explanation = explanation.predicted(profile, link)
     show(str(explanation), explanation.to_json(), json)
 
@@ -180,7 +180,7 @@ def tune(  # noqa: PLR0913  # one for each option of the command line
 
     world_sizes(world_size or "2")  # before anything is measured
     how = named(mode, STRATEGIES, "--mode"), backend_of(backend)
-    stored = None if link is None else Link.from_json(read("--link", link))
+    stored = None if link is None else Link.from_json(read("--link", link), f"--link {link}: ")
     if found := _measured(nproc, device, timeout, tuned_on, _case(target, ddp), how, stored):
         text, steps = str(found), {row.name: row.predicted for row in found.rows}
         if world_size:

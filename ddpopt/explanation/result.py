@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
+from ddpopt.errors import UsageError
 from ddpopt.explanation.tables import MIB, Column, Noted, mib, names, numbers, paragraph, table
 from ddpopt.planning.limits import BucketConfig
 from ddpopt.planning.plan import Plan, SentTogether
@@ -147,19 +148,27 @@ class Explanation:
         step = [text(self.timeline)] if self.timeline else []
         return "\n\n".join([*parts, *_torch(self.torch), *step])
 
-    def predicted(self, profile: str, link: str | None = None) -> "Explanation":
+    def predicted(self, profile: str | None, link: str | None = None) -> "Explanation":
         """Add the step that is predicted from files.
 
         Args:
-            profile: a file with a profile.
+            profile: a file with a profile; required.
             link: a file with a link; by default the profile's.
 
         Raises:
             UsageError: a file cannot be read, or is of another kind or model.
         """
-        stored = read("--profile", profile)
-        cost = Link.from_json(read("--link", link) if link else stored)
-        return replace(self, timeline=simulate(self.plan, Profile.from_json(stored), cost))
+        if not profile:
+            raise UsageError(
+                "--link: expected --profile FILE with it, which 'ddpopt tune --json FILE' writes"
+            )
+        stored, where = read("--profile", profile), f"--profile {profile}: "
+        cost = (
+            Link.from_json(read("--link", link), f"--link {link}: ")
+            if link
+            else Link.from_json(stored, where)
+        )
+        return replace(self, timeline=simulate(self.plan, Profile.from_json(stored, where), cost))
 
     @property
     def plan_tally(self) -> Tally:

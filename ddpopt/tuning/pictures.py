@@ -7,6 +7,7 @@ and colors. Invariant: a picture shows the times of its timelines, loads nothing
 from __future__ import annotations
 
 import json
+import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -22,6 +23,8 @@ from ddpopt.tuning.simulate import Sent, Timeline
 ROWS = ("compute", "buckets", "network")
 COLUMNS, LABELS = 60, 12
 """Widths of the text, and of the names of its rows."""
+NOT_XML = re.compile(r"[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+"""Characters that no XML document may contain, as in some names of parameters."""
 ENDS = 6
 """So many of the first and of the last buckets have a row of the text."""
 MARKS = {"forward": "f", "backward": "b", "waiting": ".", "update": "u"}
@@ -143,7 +146,7 @@ def _rendered(template: str, **names: object) -> str:
     environment = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    return environment.get_template(template).render(**names)
+    return NOT_XML.sub("\ufffd", environment.get_template(template).render(**names))
 
 
 def text(timeline: Timeline) -> str:

@@ -7,10 +7,11 @@ measured with, and is refused where it does not fit.
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
@@ -28,6 +29,9 @@ FORMAT = 1
 LARGEST = 1 << 23
 """Bytes of the largest all-reduce that a link is measured with."""
 SHOWN = 5
+TYPES: Mapping[str, Any] = {"float": (int, float), "int": int, "str": str, "Mapping[str, str]": Mapping}
+LEAST = {"busy": 1, "world_size": 1}
+"""Of values that are not just positive."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +43,12 @@ class Stored:
         return json.dumps({f"ddpopt_{type(self).__name__.lower()}": FORMAT, **asdict(self)}, indent=2)
 
     @classmethod
-    def from_json(cls, text: str) -> Self:
+    def from_json(cls, text: str, where: str = "") -> Self:
         """Read what `to_json` wrote, or what ``ddpopt tune --json`` wrote with it.
+
+        Args:
+            text: the document.
+            where: it came from, for messages.
 
         Raises:
             UsageError: `text` is not such a document.
@@ -51,14 +59,29 @@ class Stored:
             row = dict(row.get(kind, row))
             if row.pop(f"ddpopt_{kind}") != FORMAT:
                 raise ValueError(f"another format than {FORMAT}")
-            return cls._of(row)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            found = cls._of(row)
+            require_values(found)
+            return found
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
             got = f"got something else: {type(error).__name__}: {error}"
-            raise UsageError(f"expected a {kind} that ddpopt wrote, {got}. Measure it again") from error
+            raise UsageError(
+                f"{where}expected a {kind} that ddpopt wrote, {got}. Measure it again"
+            ) from error
 
     @classmethod
     def _of(cls, row: dict[str, Any]) -> Self:
         return cls(**row)
+
+
+def require_values(record: Any) -> None:
+    """Check types, and that numbers are finite and not negative; raises ValueError."""
+    for field in fields(record):
+        value, declared = getattr(record, field.name), field.type
+        kind = TYPES.get(declared if isinstance(declared, str) else declared.__name__)
+        least = LEAST.get(field.name, 0)
+        right = kind is None or isinstance(value, kind)
+        if not right or (isinstance(value, (int, float)) and not least <= value < math.inf):
+            raise ValueError(f"{field.name} is {value!r}")
 
 
 @dataclass(frozen=True)
@@ -98,7 +121,10 @@ class Profile(Stored):
 
     @classmethod
     def _of(cls, row: dict[str, Any]) -> Self:
-        gradients = (Gradient(ParamSpec(**each["spec"]), each["ready_s"]) for each in row["gradients"])
+        gradients = [Gradient(ParamSpec(**each["spec"]), each["ready_s"]) for each in row["gradients"]]
+        for each in gradients:
+            require_values(each)
+            require_values(each.spec)
         return cls(**{**row, "gradients": tuple(gradients)})
 
     def require_fit(self, plan: Plan, world_size: int | None = None) -> None:

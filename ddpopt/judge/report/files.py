@@ -10,7 +10,7 @@ from __future__ import annotations
 import html
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
@@ -34,13 +34,15 @@ AT_MOST = 2**18
 """Characters of the text that are shown."""
 
 
-def require_writable(json: str | None, reports: Sequence[str] = (), baseline: str | None = None) -> None:
+def require_writable(
+    json: str | None, reports: Sequence[str] = (), others: Mapping[str, str | None] | None = None
+) -> None:
     """Check that files can be written, before minutes of work and not after.
 
     Args:
         json: the file for JSON; None for none.
         reports: the files for reports.
-        baseline: a baseline to write, whose folder will be made; None for none.
+        others: more files, by option; the folder of ``--baseline`` will be made.
 
     Raises:
         UsageError: a file cannot be written, or its suffix is not that of a report.
@@ -53,7 +55,7 @@ def require_writable(json: str | None, reports: Sequence[str] = (), baseline: st
             )
     options = [("--report", file) for file in reports]
     options += [("--json", json)] if json is not None and json != STDOUT else []
-    options += [("--baseline", baseline)] if baseline is not None else []
+    options += [(option, file) for option, file in (others or {}).items() if file]
     for option, file in options:
         path = Path(file).absolute()
         folder = path.parent

@@ -67,7 +67,9 @@ def test_the_command_that_fuzz_prints_for_a_failure_runs(capsys: pytest.CaptureF
         ("verify tied --json /", "--json: cannot write '/'; name a file in a writable folder"),
         ("verify tied --report v.txt", "expected a file name that ends in .xml, .html, .md"),
         ("tune tied --mode ddpopt-inlin", "--mode: expected one of ddpopt-inline, ddpopt-split, eager, got"),
-        ("tune tied --link case.json", "expected a link that ddpopt wrote, got something else: "),
+        ("tune tied --link case.json", "--link case.json: expected a link that ddpopt wrote, got something"),
+        ("tune tied --html no/t.html", "--html: cannot write 'no/t.html'; name a file in a writable folder"),
+        ("explain tied --link case.json", "--link: expected --profile FILE with it, which 'ddpopt tune"),
         ("tune tied --link cut", "--link: cannot read 'cut': [Errno 21] Is a directory: 'cut'; name a file"),
         (
             "tune tied --world-size 8,1",

@@ -34,10 +34,14 @@ def test_what_was_stored_is_read_back_equal_and_nothing_else_is_read(stored: Sto
             f'"ddpopt_{kind}": 1', f'"ddpopt_{kind}": 2'
         ): "ValueError: another format than 1. Measure",
         text.replace('"ready_s"', '"at"').replace('"backend": "gloo"', '"x": 1'): ". Measure it again",
+        text.replace('"world_size": 2', '"world_size": 0'): "ValueError: world_size is 0. Measure",
+        text.replace("0.1", "NaN").replace('"busy": 1.0', '"busy": 0.5'): "ValueError: ",
+        "[" * 100_000: "RecursionError",
     }
     for given, said in wrong.items():
         with pytest.raises(UsageError) as caught:
-            type(stored).from_json(given)
+            type(stored).from_json(given, "--link a.json: ")
+        assert str(caught.value).startswith(f"--link a.json: expected a {kind}")
         assert said in str(caught.value)
 
 
