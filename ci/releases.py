@@ -75,8 +75,8 @@ def _row(version: str, results: Path) -> str:
     nothing = NOT_RUN if {*parts.values()} == {NOT_RUN} else "nothing"
     what = "; ".join([*differs[:SHOWN], *more]) or nothing
     today = date.today().isoformat()
-    cells = (said + _commit(results / f"{part}.commit") for part, said in parts.items())
-    return _line((version, platform.python_version(), today, *cells, what))
+    shown = (said + _commit(results / f"{part}.commit") for part, said in parts.items())
+    return _line((version, platform.python_version(), today, *shown, what))
 
 
 def _commit(file: Path) -> str:
