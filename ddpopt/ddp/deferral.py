@@ -20,6 +20,7 @@ import sys
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -31,7 +32,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.ddp.fit import ACCUMULATES, accumulates, ddp_module, require_fit
 from ddpopt.ddp.plan_exchange import exchange_plans, plan_difference, same_buckets
-from ddpopt.ddp.ready_hooks import ready_hooks
 from ddpopt.ddp.reducer import install, outside_dynamo
 from ddpopt.errors import NoAnswerError, UnsupportedError
 from ddpopt.graph.artifacts import show
@@ -68,6 +68,11 @@ def defer(ddp: nn.Module, decide: Callable[[], Plan | None]) -> None:
     """
     module = ddp_module(ddp)
     Deferral(module, decide).begin(armed=active_module() is module)
+
+
+def ended_deferral(ddp: Any) -> AbstractContextManager[None]:
+    """A block in which a module gets a reducer that replaces a pending decision, if there is one."""
+    return ddp.logger.deferral.ended(ddp) if isinstance(ddp.logger, PendingLogger) else nullcontext()
 
 
 def keeps_buckets(ddp: DistributedDataParallel) -> bool:
@@ -139,6 +144,21 @@ class Deferral:
         ddp: Any = self.ddp()
         ddp.reducer = PendingReducer(self)
 
+    @contextmanager
+    def ended(self, ddp: Any) -> Iterator[None]:
+        """A block in which the module has its own reducer and logger back; after it no uses are noted.
+
+        The hooks that note them put users' hooks before those of a new reducer, which `install` sees.
+        """
+        # The placeholders must not keep these alive: DDP's frame holds them while the new buckets are made.
+        ddp.reducer, ddp.logger = self.reducer, self.logger
+        self.reducer = self.logger = None
+        try:
+            yield
+        finally:
+            for handle in self._noting:
+                handle.remove()
+
     def conclude(self, joined: bool) -> Any:
         """Decide, agree and install; no placeholder is left afterwards.
 
@@ -149,12 +169,15 @@ class Deferral:
             The reducer that is now in use.
         """
         ddp: Any = self.ddp()
-        ddp.reducer, ddp.logger = self.reducer, self.logger
-        for handle in self._noting:
-            handle.remove()
-        # The placeholders must not keep these alive: DDP's frame holds them while the new buckets are made.
-        self.reducer = self.logger = None
+        with self.ended(ddp):
+            plan = self._agreed(ddp, joined)
+            if plan is None:
+                _kept.add(ddp)
+            else:
+                self._install(ddp, plan, joined)
+        return ddp.reducer
 
+    def _agreed(self, ddp: Any, joined: bool) -> Plan | None:
         def decide() -> Plan | None:
             plan = None if joined else self.decide()
             try:
@@ -165,29 +188,21 @@ class Deferral:
                 return None
             return plan
 
-        # half of the group's time-out, for a peer may already wait in a collective for this rank
-        limit = min(_group_timeout(ddp.process_group) / 2, LONGEST_WAIT)
         plans: tuple[Plan | None, ...] = ()
         try:
-            plans = exchange_plans(ddp.process_group, WHAT, decide, limit)
+            plans = exchange_plans(ddp.process_group, WHAT, decide, patience(ddp.process_group))
         except NoAnswerError as error:  # a rank that is not compiled, or whose forward failed, does not ask
             log.warning("DDP keeps its own buckets: %s", error)
         plan = next((plan for plan in plans if plan is not None), None)
-        if plan is None:
-            _kept.add(ddp)
-            return ddp.reducer
-        if not same_buckets(plans):
+        if plan and not same_buckets(plans):
             rank, difference = plans.index(plan), plan_difference(plans)
             log.info("the ranks' plans differ; all ranks use that of rank %d:\n%s", rank, difference)
             require_fit(ddp, plan)
-        self._install(ddp, plan, joined)
-        return ddp.reducer
+        return plan
 
     def _install(self, ddp: Any, plan: Plan, joined: bool) -> None:
         show("ddpopt_model_plan", plan.to_json, "json")
         install(ddp, plan)
-        if self._noting:  # the noting hooks put users' hooks before the new reducer's
-            ready_hooks(ddp).take_over()
         if joined:
             return
         ddp.reducer.prepare_for_forward()
@@ -265,13 +280,16 @@ class PendingLogger:
         self.deferral.logger._set_comm_hook_name(name)
 
 
-def _group_timeout(process_group: dist.ProcessGroup) -> timedelta:
+def patience(process_group: dist.ProcessGroup) -> timedelta:
+    """How long a forward waits for the other ranks' plans.
+
+    Half of the group's time-out, for a peer may already wait in a collective for this rank.
+    """
     # Private, the same for gloo and NCCL; other backends have no readable timeout, so the default of
     # init_process_group is used.
+    timeout = dist.distributed_c10d._get_default_timeout(dist.get_backend(process_group))
     for device in ("cpu", "cuda"):
-        try:
-            timeout: timedelta = process_group._get_backend(torch.device(device)).options._timeout
-        except (AttributeError, RuntimeError):
-            continue
-        return timeout
-    return dist.distributed_c10d._get_default_timeout(dist.get_backend(process_group))
+        with suppress(AttributeError, RuntimeError):
+            timeout = process_group._get_backend(torch.device(device)).options._timeout
+            break
+    return min(timeout / 2, LONGEST_WAIT)

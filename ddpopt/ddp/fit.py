@@ -95,7 +95,9 @@ def _under_way(ddp: Any) -> str:
         return "the module's forward is running; call this before or after it"
     if _awaits_backward(ddp):
         return (
-            "the module's last synchronized forward has had no backward yet; run its backward first, or "
+            "a static graph's forward may still need its backward; call this before the first forward"
+            if ddp.static_graph
+            else "the module's last synchronized forward has had no backward yet; run its backward first, or "
             "run forwards that need none under torch.no_grad()"
         )
     return ACCUMULATES if accumulates(ddp) else ""
@@ -120,10 +122,9 @@ def _awaits_backward(ddp: Any) -> bool:
     ddp.logger.set_runtime_stats_and_log()
     ddp.reducer._set_ddp_runtime_logging_sample_rate(DEFAULT_SAMPLE_RATE)
     noted = ddp._get_ddp_logging_data()
-    if ddp.static_graph and noted.get("iteration") == 1:
-        # In the first backward of a static graph, the reduction comes at the end and is not counted.
-        return not ddp._static_graph_delay_allreduce_enqueued
-    return bool(noted.get("iteration", 0) > 0 and noted.get("num_buckets_reduced") == 0)
+    # A static graph's first backward is reduced by a node that only forwards before it have.
+    reduced = not ddp.static_graph and noted.get("num_buckets_reduced")
+    return bool(noted.get("iteration", 0) > 0 and not reduced)
 
 
 def require_fit(ddp: DistributedDataParallel, plan: Plan) -> None:

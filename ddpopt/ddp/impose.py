@@ -10,6 +10,7 @@ from datetime import timedelta
 
 from torch import nn
 
+from ddpopt.ddp.deferral import ended_deferral
 from ddpopt.ddp.fit import ddp_module, ddp_within, require_between_iterations, require_fit
 from ddpopt.ddp.plan_exchange import exchange_plans, plan_difference, same_buckets
 from ddpopt.ddp.reducer import PlannedReducer, install
@@ -53,7 +54,8 @@ def impose(ddp: nn.Module, plan: Plan, *, timeout: timedelta = timedelta(seconds
             "Make the plan from the same model and the same arguments on every rank, or make it on one rank "
             "and send its to_json() to the others"
         )
-    install(module, plan)
+    with ended_deferral(module):
+        install(module, plan)
 
 
 def imposed_plan(ddp: nn.Module) -> Plan | None:

@@ -150,6 +150,8 @@ def install(ddp: DistributedDataParallel, plan: Plan) -> None:
     module: Any = ddp  # its private attributes carry no types
     with as_built(ddp):  # C++ does not accept frozen parameters
         names = {key: spec.name for key, spec in specs_by_id(ddp).items()}
+        if not {*names.values()}.issuperset(name for bucket in plan.buckets for name in bucket.params):
+            names = module.reducer.names  # the module has renamed parameters since
         arguments = _reducer_arguments(module, plan, [*names.values()])
         # nodes that only the old reducer holds would die with it, and so would the hooks on them
         leaves: list[Any] = [get_gradient_edge(parameter).node for parameter in arguments["params"]]

@@ -19,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ddpopt.cases.case import Case
-from ddpopt.ddp.impose import impose
 from ddpopt.dynamo import api
 from ddpopt.observation.reducer_buckets import running_buckets
 from ddpopt.planning.bucket_rule import own_buckets, specs_from_ddp
@@ -124,7 +123,7 @@ def tuned_on(ranks: Ranks, case: Case, how: How, link: Link | None, caps: Sequen
     ranks.emit("profiling")
 
     def profiled(steps: int) -> Profile:
-        trainee.use(one_each(order))
+        trainee.use(one_each(order), holds=True)
         return run(watch.profiled(order, steps, strategy, profiles), trainee.step)
 
     profile = profiled(PROFILED)
@@ -168,13 +167,13 @@ class _Trainee:
         self.watch = Watch(ddp)
         if strategy != "eager":
             ddp = api.compile(ddp, backend=backend, strategy=strategy, buckets="open")
-        self._call = self.watch.watched(ddp, lambda: None)
+        self._call = ddp
         self._optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-4)
         self._inputs: Any = None
 
-    def use(self, plan: Plan) -> None:
+    def use(self, plan: Plan, *, holds: bool = False) -> None:
         """Change the buckets."""
-        impose(self.watch.ddp, plan)
+        self.watch.install(plan, holds=holds)
         if self._recompiles:
             torch._dynamo.reset()
         run(self.watch.steps(WARM_UP), self.step)

@@ -2,7 +2,7 @@
 
 Tuning profiles some steps of the training, changes the buckets, and changes them back if steps take longer.
 ddpopt sees forwards and gradients only: a step ends where the next synchronized forward begins, and backward
-begins where forward ends.
+begins where forward ends. Ranks count reductions, which they have in common, and rank 0 decides.
 
 Invariant: all ranks change to the same plan before the same step, and in each the gradients are those of DDP.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import weakref
 from collections.abc import Sequence
 from statistics import median, quantiles
 from typing import Any, Literal
@@ -19,19 +20,20 @@ from typing import Any, Literal
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 
-from ddpopt.ddp.deferral import LONGEST_WAIT
+from ddpopt.ddp.deferral import LONGEST_WAIT, PendingLogger
 from ddpopt.ddp.fit import ddp_within
 from ddpopt.ddp.impose import impose, imposed_plan
-from ddpopt.ddp.plan_exchange import exchange_plans
+from ddpopt.ddp.plan_exchange import exchange_plans, same_buckets
+from ddpopt.ddp.reducer import outside_dynamo
 from ddpopt.dynamo import api
-from ddpopt.errors import UsageError
+from ddpopt.errors import InfrastructureError, PlanMismatchError, UsageError
 from ddpopt.graph.nodes import CompilerFn
 from ddpopt.planning.limits import MIB
 from ddpopt.planning.plan import Plan
 from ddpopt.planning.strategy import Strategy, require_choice
 from ddpopt.tuning.measure_link import measure_link
-from ddpopt.tuning.recording import Course, Watch, require_profilable
-from ddpopt.tuning.records import largest, ms, read
+from ddpopt.tuning.recording import Course, Watch, one_each, require_profilable
+from ddpopt.tuning.records import ms, read
 from ddpopt.tuning.simulate import simulate
 from ddpopt.tuning.tune import tune
 
@@ -41,6 +43,13 @@ WARM_UP, PROFILED, MEASURED = 5, 6, 12
 """Steps that are not counted, that are profiled, and that are measured before and after."""
 WORTH = 1e-3
 """The buckets change if a step is expected to be shorter by more than this share."""
+REFUSALS = (UsageError, PlanMismatchError)
+"""Where the buckets of this rank, or of another one, cannot change."""
+ENDS = {
+    "_set_uneven_input_join": "join() was entered",
+    "_set_comm_hook_name": "a communication hook was registered",
+}
+"""What ends the tuning, by the logger's function that DDP calls before it."""
 logger = logging.getLogger("ddpopt")
 
 
@@ -105,53 +114,118 @@ def _tune_in_training(module: Any, ddp: Any, strategy: Strategy) -> None:
     if not isinstance(module, OptimizedModule):
         logger.info("ddpopt: nothing is tuned: torch.compile is disabled")
         return
-    watch, forward = Watch(ddp), module.forward
-    course = _tuned(watch, strategy)
+    tuning, forward = _Tuning(Watch(ddp), strategy), module.forward
 
-    def begin() -> None:
-        try:
-            next(course)
-        except (StopIteration, UsageError) as ended:
-            if module.forward is watched:  # else it is wrapped
-                module.forward = forward
-            if isinstance(ended, UsageError):
-                logger.info("ddpopt: nothing is tuned: %s", ended)
+    @outside_dynamo
+    def attaching(*args: Any, **kwargs: Any) -> Any:
+        found = forward(*args, **kwargs)
+        if not tuning.attach() and module.forward is attaching:  # else it is wrapped
+            module.forward = forward
+        return found
 
-    module.forward = watched = watch.watched(forward, begin)
+    module.forward = attaching
     again = {**module._compile.keywords, "buckets": "auto"}
     module.__dict__["_compile"] = functools.partial(compile, **again)
 
 
+class _Tuning:
+    """Advances a course at the first synchronized forward after each reduction, however DDP is called."""
+
+    def __init__(self, watch: Watch, strategy: Strategy) -> None:
+        self.ddp = watch.ddp
+        self._course: Course[None] | None = _tuned(watch, strategy)
+        self._stats: Any = None
+
+    def attach(self) -> bool:
+        """Watch the module's logger, if nothing else does; false after the end."""
+        if self._course and not isinstance(self.ddp.logger, PendingLogger | WatchedLogger):
+            self._stats = self.ddp.reducer.get_backward_stats()
+            self.ddp.logger = WatchedLogger(self.ddp.logger, self)
+        return self._course is not None
+
+    def advance(self) -> None:
+        """Advance the course, if there was a reduction since."""
+        stats, self._stats = self._stats, self.ddp.reducer.get_backward_stats()
+        if self._course is None or stats == self._stats:
+            return
+        try:
+            next(self._course)
+        except StopIteration:
+            self._course = None
+        except (*REFUSALS, InfrastructureError) as ended:
+            self.end(str(ended), logging.WARNING if isinstance(ended, InfrastructureError) else logging.INFO)
+        self.attach()
+
+    def end(self, why: str, level: int = logging.INFO) -> None:
+        """End the course, which gives the former buckets back."""
+        if self._course:
+            logger.log(level, "ddpopt: nothing is tuned: %s", why)
+            self._course.close()
+        self._course = None
+
+
+class WatchedLogger:
+    """Replaces a logger, whose functions DDP calls when a forward begins, and before what is in `ENDS`."""
+
+    def __init__(self, logger: Any, tuning: _Tuning) -> None:
+        self.logger, self.tuning = logger, weakref.ref(tuning)
+
+    @outside_dynamo
+    def __getattr__(self, name: str) -> Any:
+        """A function of the logger that the module then has."""
+        tuning, logger = self.tuning(), self
+        if tuning and name in ENDS:
+            tuning.end(ENDS[name])
+        elif tuning and name == "set_runtime_stats_and_log" and tuning.ddp.logger is self:
+            tuning.advance()
+        if tuning and not isinstance(tuning.ddp.logger, PendingLogger):
+            logger = tuning.ddp.logger
+        return getattr(self.logger if logger is self else logger, name)
+
+
 def _tuned(watch: Watch, strategy: Strategy) -> Course[None]:
     """The steps in which a module is tuned; raises UsageError where it cannot be."""
-    ddp, group = watch.ddp, watch.ddp.process_group
+    ddp = watch.ddp
     yield from watch.steps(WARM_UP)
     former = imposed_plan(ddp)
     if former is None:
         raise UsageError("DDP keeps its own buckets")
-    if ddp.static_graph:
-        raise UsageError("a static graph's forward may be under way, which a new reducer would not reduce")
+    if ddp.gradient_as_bucket_view:
+        raise UsageError("with gradient_as_bucket_view, a gradient's memory would change")
     require_profilable(ddp)
     before = yield from watch.steps(MEASURED)
-    profile = yield from watch.profiled(watch.ready_order(), PROFILED, strategy)
-    yield from watch.settled()
-    impose(ddp, former)
-    link = measure_link(group, watch.device)
-    plan = tune(profile, link)
-    was_s, now_s = (simulate(each, profile, link).step_s for each in (former, plan))
-    if now_s > was_s * (1 - WORTH):
+    plan = former
+    try:
+        watch.use(lambda: former, holds=True)
+        order = yield from watch.within(watch.ready_order)
+        watch.use(lambda: one_each(order), holds=True)
+        profile = yield from watch.profiled(order, PROFILED, strategy)
+        link = yield from watch.within(lambda: measure_link(ddp.process_group, watch.device))
+        plan = tune(profile, link)
+        was_s, now_s = (simulate(each, profile, link).step_s for each in (former, plan))
+        if now_s > was_s * (1 - WORTH):
+            plan = former
+        plan = watch.use(lambda: plan)
+    except REFUSALS:
+        while watch.hold:  # it stays until the buckets of all ranks can change
+            try:
+                watch.use(lambda: former)
+            except REFUSALS:
+                yield
+        raise
+    finally:
+        if watch.hold:
+            watch.install(former)
+    if same_buckets([plan, former]):
         logger.info("ddpopt: the buckets stay: a step of %s expected, at best %s", ms(was_s), ms(now_s))
         return
-    impose(ddp, plan, timeout=LONGEST_WAIT)  # tuning takes longer on some ranks
     said = _sizes(plan), _sizes(former), ms(now_s), ms(was_s)
     logger.info("ddpopt: tuned to %s, from %s; a step is expected to take %s instead of %s", *said)
     yield from watch.steps(WARM_UP)
     after = yield from watch.steps(MEASURED)
-    was_s, noise_s, now_s, other_noise_s = largest(group, [*_centre(before), *_centre(after)])
+    (was_s, noise_s), (now_s, other_noise_s) = _centre(before), _centre(after)
     slower = now_s > was_s + max(noise_s, other_noise_s)
-    if slower:
-        yield from watch.settled()
-        impose(ddp, former)
+    slower = same_buckets([watch.use(lambda: former if slower else plan), former])
     done = "went back to the former buckets" if slower else "the tuned buckets stay"
     logger.info("ddpopt: %s: a step took %s with the tuned ones, and %s before", done, ms(now_s), ms(was_s))
 

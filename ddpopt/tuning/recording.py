@@ -7,14 +7,17 @@ change the buckets between two steps. `run` runs a course with a function for th
 In profiled steps the reducer has a bucket for each gradient, and a hook that notes the time and keeps the
 bucket. When the last one is complete, all are sent, each as it would have been. So these steps train as any
 others, and no communication disturbs the computation that is measured.
+
+Invariant: ranks communicate here only through the group's store, with a limit, or within a reduction, which
+all of them have in common; so nothing waits for a rank for which DDP would not wait.
 """
 
 from __future__ import annotations
 
 import itertools
-import sys
 import time
 from collections.abc import Callable, Generator, Sequence
+from types import FunctionType
 from typing import Any, TypeVar
 from unittest.mock import patch
 
@@ -23,8 +26,10 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.futures import Future
 
+from ddpopt.ddp.deferral import patience
 from ddpopt.ddp.fit import require_between_iterations
-from ddpopt.ddp.reducer import install, outside_dynamo
+from ddpopt.ddp.plan_exchange import exchange_plans
+from ddpopt.ddp.reducer import install
 from ddpopt.errors import UsageError
 from ddpopt.planning.bucket_rule import ParamSpec
 from ddpopt.planning.model_graphs import specs_by_id
@@ -33,7 +38,7 @@ from ddpopt.tuning.records import Gradient, Profile, conditions, largest, plan_o
 
 _c10d: Any = dist  # torch does not mark its re-exports
 Value = TypeVar("Value")
-TRIES = 10
+WHAT = "ddpopt: tuned buckets"
 Course = Generator[None, None, Value]
 
 
@@ -78,32 +83,13 @@ class Watch:
 
     Attributes:
         device: of its parameters.
+        hold: the communication hook, while the reducer has one of ours.
     """
 
     def __init__(self, ddp: Any) -> None:
         self.ddp = ddp
-        self.device: torch.device = next(ddp.module.parameters()).device
-        self._forward: Any = None
-        self._stats: Any = None
-
-    def watched(self, forward: Callable[..., Any], begin: Callable[[], None]) -> Callable[..., Any]:
-        """`forward`, with `begin` before the first synchronized one after each backward; its end is noted.
-
-        A backward that reduced is what all ranks have in common: one of them may run more forwards.
-        """
-
-        @outside_dynamo
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            if not (torch.is_grad_enabled() and self.ddp.require_backward_grad_sync):
-                return forward(*args, **kwargs)
-            if self.ddp.reducer.get_backward_stats() != self._stats:
-                begin()
-            try:
-                return forward(*args, **kwargs)
-            finally:
-                self._stats, self._forward = self.ddp.reducer.get_backward_stats(), now(self.device)
-
-        return watched
+        self.device = torch.device(next(iter(specs_by_id(ddp).values())).device)
+        self.hold: Hold | None = None
 
     def steps(self, count: int) -> Course[list[float]]:
         """Let some steps run; returns how long each took, in seconds."""
@@ -113,18 +99,60 @@ class Watch:
             points.append(now(self.device))
         return [between(*pair) for pair in itertools.pairwise(points)]
 
-    def settled(self, tries: int = sys.maxsize) -> Course[None]:
-        """Let steps run until the buckets may change on all ranks; raises UsageError after so many."""
-        for _ in range(tries):
-            problem = ""
-            try:
-                require_between_iterations(self.ddp)
-            except UsageError as error:  # perhaps on this rank only
-                problem = str(error)
-            if not any(largest(self.ddp.process_group, [bool(problem)])):
-                return
-            yield
-        raise UsageError(problem or "the buckets of another rank cannot change now")
+    def use(self, choose: Callable[[], Plan], *, holds: bool = False) -> Plan:
+        """Give the buckets that rank 0 chooses to all ranks.
+
+        Args:
+            choose: returns the buckets; called on rank 0.
+            holds: whether the reducer gets a hook that holds them.
+
+        Returns:
+            The buckets.
+
+        Raises:
+            UsageError: this rank's cannot change now.
+            PlanMismatchError: another rank's cannot.
+            InfrastructureError: a rank did not answer in time.
+        """
+
+        def decide() -> Plan | None:
+            require_between_iterations(self.ddp)
+            return choose() if group.rank() == 0 else None
+
+        group = self.ddp.process_group
+        plan: Any = exchange_plans(group, WHAT, decide, patience(group))[0]
+        self.install(plan, holds=holds)
+        return plan  # type: ignore[no-any-return]  # rank 0 has one
+
+    def install(self, plan: Plan, *, holds: bool = False) -> None:
+        """Give this rank's reducer other buckets; the others must do the same before their next reduction."""
+        hooks = _hooks(self.ddp)
+        hold = self.hold = Hold(self.ddp, self.device, len(plan.buckets)) if holds else None
+        registered = [(hold, None)] if hold and hooks else self.ddp._comm_hooks  # the last of them
+        with patch.object(self.ddp, "_comm_hooks", registered):
+            install(self.ddp, plan)
+        if hold and not hooks:
+            _c10d._register_comm_hook(self.ddp.reducer, None, hold)
+
+    def within(self, call: Callable[[], Value]) -> Course[Value]:
+        """Call a function within the next reduction, on all ranks; the reducer holds its buckets."""
+        found = list[Value]()
+        self._held.last = lambda: found.append(call())
+        yield from self._step()
+        return found[0]
+
+    @property
+    def _held(self) -> Hold:
+        assert self.hold is not None
+        return self.hold
+
+    def _step(self) -> Course[Any]:
+        """Let a step run whose buckets are held; returns when it began."""
+        begin = self._held.begin()
+        yield
+        if not self._held.is_complete:
+            raise UsageError("a step did not reduce its gradients")
+        return begin
 
     def ready_order(self) -> list[ParamSpec]:
         """The parameters in the order in which their gradients were complete in the last backward.
@@ -138,7 +166,7 @@ class Watch:
     def profiled(
         self, order: Sequence[ParamSpec], steps: int, strategy: str, rows: list[Any] | None = None
     ) -> Course[Profile]:
-        """Profile some steps, after one that is not; afterwards the reducer needs another plan.
+        """Profile some steps, between two that are not; the buckets are `one_each`, and held.
 
         Args:
             order: the parameters in ready order.
@@ -148,32 +176,30 @@ class Watch:
 
         Returns:
             The profile, equal on all ranks.
+
+        Raises:
+            UsageError: a step did not reduce.
         """
-        yield from self.settled(TRIES)
-        hold = self._holding(order)
         yield
         rows = [] if rows is None else rows
-        while len(rows) < steps:
-            hold.kept, hold.times, begin = [], [], now(self.device)  # an earlier backward may have failed
-            yield
-            if len(hold.times) == len(order):  # there was a backward
-                ready = [(self._forward, at) for at in hold.times]
-                rows.append([(begin, self._forward), (hold.sent, now(self.device)), *ready])
-        own = [[between(*pair) for pair in row] for row in rows]
-        forward_s, update_s, *ready_s = slowest(own, self.ddp.process_group, self.device)
+        for _ in range(steps - len(rows)):
+            begin = yield from self._step()
+            ready = [between(begin, at) for at in self._held.times]
+            rows.append((self._forward_s(), between(self._held.sent, now(self.device)), ready))
+        own = [
+            [forward_s, update_s, *(at - forward_s for at in ready)] for forward_s, update_s, ready in rows
+        ]
+        group = self.ddp.process_group
+        forward_s, update_s, *ready_s = yield from self.within(lambda: slowest(own, group, self.device))
         gradients = tuple(Gradient(spec, at) for spec, at in zip(order, ready_s, strict=True))
-        size = dist.get_world_size(self.ddp.process_group)
+        size = dist.get_world_size(group)
         return Profile(gradients, forward_s, ready_s[-1], update_s, strategy, size, conditions())
 
-    def _holding(self, order: Sequence[ParamSpec]) -> Hold:
-        """Give the reducer a bucket for each gradient, and a hook that keeps them."""
-        hold, hooks = Hold(self.ddp, self.device, len(order)), _hooks(self.ddp)
-        # the last of them is registered
-        with patch.object(self.ddp, "_comm_hooks", [(hold, None)] if hooks else self.ddp._comm_hooks):
-            install(self.ddp, one_each(order))
-        if not hooks:
-            _c10d._register_comm_hook(self.ddp.reducer, None, hold)
-        return hold
+    def _forward_s(self) -> float:
+        """The time of the last forward, from DDP's log, which is sampled."""
+        self.ddp._set_ddp_runtime_logging_sample_rate(1)
+        self.ddp.logger.set_runtime_stats_and_log()
+        return float(self.ddp._get_ddp_logging_data()["forward_compute_time"]) / 1e9
 
 
 def slowest(rows: Sequence[Sequence[float]], group: Any, device: torch.device) -> list[float]:
@@ -186,18 +212,25 @@ def slowest(rows: Sequence[Sequence[float]], group: Any, device: torch.device) -
 
 def require_profilable(ddp: Any) -> None:
     """Check that steps of a module can be profiled with other buckets; raises UsageError."""
-    named, states = ddp._get_ddp_logging_data().get("comm_hook"), [state for _, state in _hooks(ddp)]
+    named, hooks = ddp._get_ddp_logging_data().get("comm_hook"), _hooks(ddp)
     skips = getattr(ddp, "skip_all_reduce_unused_params", False)
     reasons = {
         "under join() ranks may stop at any step": ddp._join_config.enable,
         "skip_all_reduce_unused_params skips buckets that others would wait for": skips,
-        "a communication hook in C++ cannot be held back": named and not states,
+        "a communication hook in C++ cannot be held back": named and not hooks,
         "a communication hook with a state, such as PowerSGD's, may depend on the buckets": not all(
-            state is None or isinstance(state, dist.ProcessGroup) for state in states
+            (state is None or isinstance(state, dist.ProcessGroup)) and _is_stateless(hook)
+            for hook, state in hooks
         ),
     }
     if why := [reason for reason, holds in reasons.items() if holds]:
         raise UsageError("; ".join(why))
+
+
+def _is_stateless(hook: Any) -> bool:
+    """Whether a hook is a function that closes over nothing but such functions."""
+    cells = getattr(hook, "__closure__", None) or ()
+    return isinstance(hook, FunctionType) and all(_is_stateless(cell.cell_contents) for cell in cells)
 
 
 def _hooks(ddp: Any) -> list[tuple[Any, Any]]:
@@ -206,12 +239,13 @@ def _hooks(ddp: Any) -> list[tuple[Any, Any]]:
 
 
 class Hold:
-    """The communication hook of profiled steps.
+    """The communication hook of steps in which the buckets are held.
 
     Attributes:
         kept: the buckets of this backward so far, and what the reducer waits for.
         times: when each bucket of the last backward was complete.
         sent: when all were back.
+        last: called once, when all are back; it may use collectives.
     """
 
     def __init__(self, ddp: Any, device: torch.device, count: int) -> None:
@@ -221,16 +255,31 @@ class Hold:
         self.kept: list[tuple[Any, Future[Any]]] = []
         self.times: list[Any] = []
         self.sent: Any = None
+        self.last: Callable[[], object] | None = None
+
+    def begin(self) -> Any:
+        """Forget an earlier step; returns the time."""
+        self.kept, self.times = [], []
+        return now(self._device)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all buckets came since."""
+        return len(self.times) == self._count
 
     def __call__(self, _: object, bucket: Any) -> Future[Any]:
         """Keep a bucket, or after the last one send all; an error of sending is raised here."""
+        if not self.kept:
+            self.times = []
         self.times.append(now(self._device))
         future: Future[Any] = Future(devices=[self._device] if self._device.type == "cuda" else None)
         self.kept.append((bucket, future))
-        if len(self.kept) == self._count:
+        if self.is_complete:
             sending = [self._hook(self._state, held) for held, _ in self.kept]
             received = [each.wait() for each in sending]
-            self.sent = now(self._device)
+            self.sent, last, self.last = now(self._device), self.last, None
+            if last:
+                last()
             for (_, waiting), value in zip(self.kept, received, strict=True):
                 waiting.set_result(value)
             self.kept = []

@@ -140,7 +140,18 @@ def linear(**arguments: Any) -> DistributedDataParallel:
     return DistributedDataParallel(nn.Linear(2, 2), **arguments)
 
 
-@pytest.mark.parametrize("arguments", [{}, {"static_graph": True}, {"find_unused_parameters": True}])
+def test_a_static_graph_has_one_good_moment_before_its_first_forward() -> None:
+    ddp = linear(static_graph=True)
+    moment = partial(said, partial(require_between_iterations, ddp))
+    assert moment() == ""
+    for _ in range(2):
+        output = output_of(ddp)
+        assert "a static graph's forward may still need its backward" in moment()
+        torch.autograd.backward(output)
+        assert "a static graph's forward may still need its backward" in moment()
+
+
+@pytest.mark.parametrize("arguments", [{}, {"find_unused_parameters": True}])
 def test_between_iterations_is_a_good_moment_and_between_forward_and_backward_a_bad_one(
     arguments: dict[str, Any],
 ) -> None:
