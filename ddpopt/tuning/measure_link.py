@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddpopt.tuning.recording import between, now
-from ddpopt.tuning.records import LARGEST, Link, conditions, largest
+from ddpopt.tuning.recording import between, largest, now
+from ddpopt.tuning.records import LARGEST, Link
+from ddpopt.tuning.stored import conditions
 
 SIZES = (1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22, LARGEST)
 """Bytes of one all-reduce."""
@@ -44,8 +45,9 @@ def measure_link(group: Any, device: torch.device) -> Link:
     streams = [(count, size) for size in SIZES for count in COUNTS if size * count <= MOST_BYTES]
     own = [_stream_s(group, device, *stream) for stream in streams]
     slowest = zip(streams, largest(group, own), strict=True)
-    rows = [(count, count * size, each) for (count, size), each in slowest]
-    latency, per_byte = fitted(rows)
+    rows = [(count, count * size, s) for (count, size), s in slowest]
+    latency = _slope([(count, s) for count, nbytes, s in rows if nbytes == count * SIZES[0]])
+    per_byte = _slope([(nbytes, s) for _, nbytes, s in rows])  # the large ones decide
     residual = median(abs(max(count * latency, n * per_byte) / s - 1) for count, n, s in rows)
     processor, busy = _mutual(group, device)
     processor = min(processor, per_byte)  # more is noise: sending takes no more than the whole processor
@@ -53,22 +55,8 @@ def measure_link(group: Any, device: torch.device) -> Link:
     return Link(latency, per_byte, processor, busy, residual, backend, size, conditions())
 
 
-def fitted(rows: Sequence[tuple[int, int, float]]) -> tuple[float, float]:
-    """Fit ``max(count * latency, nbytes * per_byte)`` to the times of streams, by least squares.
-
-    Args:
-        rows: all-reduces of one size, their bytes, and the seconds of the stream.
-
-    Returns:
-        The latency in seconds, from the streams of the smallest all-reduces, and seconds per byte, from all:
-        the large ones decide.
-    """
-    least = min(nbytes // count for count, nbytes, _ in rows)
-    small = [(count, s) for count, nbytes, s in rows if nbytes == count * least]
-    return _slope(small), _slope([(nbytes, s) for _, nbytes, s in rows])
-
-
 def _slope(points: Sequence[tuple[float, float]]) -> float:
+    """Of the line through the origin with the least squares."""
     return sum(x * y for x, y in points) / sum(x * x for x, _ in points)
 
 

@@ -5,6 +5,7 @@ import itertools
 import json
 import logging
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ddpopt
 from ddpopt.cases.case import Case
 from ddpopt.ddp.impose import imposed_plan
+from ddpopt.errors import UsageError
 from ddpopt.planning.model_graphs import specs_by_id
 from ddpopt.planning.plan import Plan
 from ddpopt.ranks import pool
@@ -182,7 +184,16 @@ def test_what_is_found_is_a_table_and_a_file_to_use_again(ranks: Ranks, strategy
     assert [len(row.plan.buckets) for row in tuned.rows][:2] == [1, 6]
     assert ranks.gather(text) == [text] * ranks.size
     assert tuned.rows[-1].plan == tune(tuned.profile, tuned.link)
-    assert [line[:24].strip() for line in str(tuned).splitlines()[4:]] == [row.name for row in tuned.rows]
+
+
+@pytest.mark.parametrize(
+    ("which", "said"), [("no", "so there is nothing to tune"), ("half", "the first is '1.")]
+)
+def test_a_model_with_too_few_gradients_is_refused(ranks: Ranks, which: str, said: str) -> None:
+    layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2)).requires_grad_(which == "half")
+    layers.forward = layers[0].forward
+    with pytest.raises(UsageError, match=re.escape(said)):
+        tuned_on(ranks, replace(case(), model=lambda: layers), ("eager", None), LINK)
 
 
 def dies_while_profiled(ranks: Ranks, folder: Path) -> None:
