@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from ddpopt.dynamo.backend import find_compiler
 from ddpopt.errors import UsageError
 from ddpopt.explanation.tables import MIB, Column, Noted, numbers, paragraph, table
 from ddpopt.judge.backends import backend_of
@@ -19,10 +18,8 @@ from ddpopt.judge.report.files import show, status_line, write
 from ddpopt.ranks.failures import RanksFailed
 from ddpopt.ranks.group import joined, under_torchrun
 from ddpopt.ranks.pool import launch
-from ddpopt.tuning.comparing import STRATEGIES, Tuned, link_on, tuned_on
-from ddpopt.tuning.pictures import chrome_trace, page
+from ddpopt.tuning import comparing, pictures, scale
 from ddpopt.tuning.records import Link, ms
-from ddpopt.tuning.scale import steps_of, world_sizes
 
 NOTE = (
     "More ranks than were measured: a model, in which all ranks are alike, each hop is as on this link, and "
@@ -54,29 +51,30 @@ def tune(
         UsageError: an argument or the case cannot be used.
         InfrastructureError: a rank failed.
     """
-    strategy, backend = named(how[0], STRATEGIES, "--mode"), backend_of(how[1])
-    find_compiler(backend)
+    strategy, backend = named(how[0], comparing.STRATEGIES, "--mode"), backend_of(how[1])
     stored = None if link is None else Link.from_file("--link", link)
     here = int(os.environ["WORLD_SIZE"]) if under_torchrun() else ranks[0]
-    sizes = world_sizes(world_size, stored.world_size if stored else here)
-    found: Tuned | None = _measured(*ranks, tuned_on, case, (strategy, backend), stored, (), most_mb * MIB)
+    sizes = scale.world_sizes(world_size, stored.world_size if stored else here)
+    task = comparing.tuned_on, case, (strategy, backend), stored, (), most_mb * MIB
+    found: comparing.Tuned | None = _measured(*ranks, *task)
     if found is None:
         return
     steps = {row.name: row.predicted for row in found.rows}
-    steps |= steps_of(found.profile, found.link, sizes, most_mb * MIB)
+    steps |= scale.steps_of(found.profile, found.link, sizes, most_mb * MIB)
     measured, rows = {row.name: ms(row.step_s) for row in found.rows}, []
     for name, step in steps.items():
         mib = [sent.nbytes / MIB for sent in step.buckets]
         count = f"{len(mib)} bucket{'s' * (len(mib) != 1)}"
         held = f"{count}, MiB: first {mib[0]:.2f}, last {mib[-1]:.2f}, largest {max(mib):.2f}"
-        cells = ms(step.step_s), measured.get(name, "-"), ms(step.exposed_s)
-        rows.append((Noted(name, f"{held}; efficiency {found.profile.alone_s / step.step_s:.1%}"), *cells))
+        note = f"{held}; efficiency {found.profile.alone_s / step.step_s:.1%}"
+        rows.append((Noted(name, note), ms(step.step_s), measured.get(name, "-"), ms(step.exposed_s)))
     columns = [Column("buckets"), *numbers("predicted", "measured", "exposed")]
-    heads = "\n".join(map(paragraph, (found.title, str(found.link))))
+    given_link = f"{found.link}" if link is None else f"{found.link}; of {link}, but steps are measured here"
+    heads = "\n".join(map(paragraph, (found.title, given_link)))
     text = "\n\n".join([heads, table(columns, rows), *[paragraph(NOTE)] * bool(sizes)])
     steps |= {f"tuned, observed on rank {rank}": step for rank, step in enumerate(found.observed)}
-    made = {"trace": chrome_trace(found.rows[-1].predicted, found.observed)}
-    made["html"] = page(found.title, steps, text)
+    traced = pictures.chrome_trace(found.rows[-1].predicted, found.observed)
+    made = {"trace": traced, "html": pictures.page(found.title, steps, text)}
     given = {name: file for name in made if (file := files[name]) is not None}
     others = [partial(write, f"--{name}", file, made[name]) for name, file in given.items()]
     show(text, found.to_json(), files["json"], others)
@@ -84,7 +82,7 @@ def tune(
 
 def link(nproc: int, device: str | None, timeout_s: float, json: str | None) -> None:
     """Measure a link, and show and write it; raises as `tune`."""
-    found: Link | None = _measured(nproc, device, timeout_s, link_on)
+    found: Link | None = _measured(nproc, device, timeout_s, comparing.link_on)
     if found is not None:
         show(paragraph(str(found)), found.to_json(), json)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -143,7 +142,7 @@ def _rendered(template: str, **names: object) -> str:
 
 
 def text(timelines: Mapping[str, Timeline]) -> str:
-    """Timelines on one axis in ASCII, at most `COLUMNS` wide, each with its computation and its network.
+    """Timelines on one axis in ASCII, `COLUMNS` wide: below its title each one's computation and network.
 
     Args:
         timelines: from top to bottom, by what they show.
@@ -155,8 +154,7 @@ def text(timelines: Mapping[str, Timeline]) -> str:
     per_s = (width - 0.5) / (max((step.step_s for step in timelines.values()), default=0.0) or 1.0)
     lines = []
     for title, step in timelines.items():
-        cost = f"{title}: {ms(step.step_s)}; communication that nothing hides: {ms(step.exposed_s)}"
-        lines += textwrap.wrap(cost, COLUMNS)
+        lines.append(f"{title}: {ms(step.step_s)}, {ms(step.exposed_s)} exposed")
         cells = {row: [" "] * width for row in ROWS}
         for span in spans(step):
             parts = [(span.name, span.begin_s, span.hidden_s), ("#", span.hidden_s, span.end_s)]

@@ -59,15 +59,13 @@ def partition(gradients: Sequence[Gradient], link: Link, most: float = math.inf)
     """Divide gradients, in ready order, into the buckets that are back first.
 
     Args:
-        gradients: in ready order.
+        gradients: in ready order, at least one.
         link: of the process group.
         most: limit of a bucket's size in bytes.
 
     Returns:
         The buckets in the order in which they are sent.
     """
-    if not gradients:
-        return []
     links = [
         replace(link, latency_s=share * link.latency_s, seconds_per_byte=share * link.seconds_per_byte)
         for share in LINKS
@@ -81,10 +79,6 @@ def partition(gradients: Sequence[Gradient], link: Link, most: float = math.inf)
 def _kind(gradient: Gradient) -> Kind:
     spec = gradient.spec
     return spec.dtype, spec.device, spec.name if spec.sparse else ""
-
-
-def _nbytes(unit: Unit) -> int:
-    return sum(gradient.spec.nbytes for gradient in unit)
 
 
 def _best(gradients: Sequence[Gradient], link: Link, most: float) -> list[Unit]:
@@ -132,7 +126,7 @@ def _classes(run: Unit) -> list[Unit]:
 
 def _merged(buckets: Sequence[Unit], links: Sequence[Link], last_s: float, most: float) -> list[Unit]:
     """Merge each bucket with the next one of its class while the end is no later on any link."""
-    found = [(_kind(unit[-1]), unit, _nbytes(unit)) for unit in buckets]
+    found = [(_kind(unit[-1]), unit, sum(gradient.spec.nbytes for gradient in unit)) for unit in buckets]
 
     def times(free: Times, sent: int, rest: Iterable[tuple[object, Unit, int]]) -> Iterator[Times]:
         """When each link is free after each bucket, if it is free then and so much was sent before."""

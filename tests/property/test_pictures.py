@@ -73,7 +73,7 @@ def test_a_page_is_well_formed_loads_nothing_and_names_each_bucket(drawn: dict[s
 
 
 @share(0.5)
-@given(st.dictionaries(st.text("ab ", min_size=1), steps(), min_size=1, max_size=3))
+@given(st.dictionaries(st.text("ab ", min_size=1, max_size=20), steps(), min_size=1, max_size=3))
 def test_text_is_ascii_and_narrow_and_marks_what_is_exposed(drawn: dict[str, Timeline]) -> None:
     lines = text(drawn).splitlines()
     assert max(map(len, lines)) <= 60

@@ -1,6 +1,7 @@
 """``ddpopt tune``: what it shows and writes, and how it ends where ranks cannot train the model."""
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from expecttest import assert_expected_inline
@@ -76,11 +77,8 @@ def test_what_a_rank_cannot_use_is_a_usage_error_and_other_failures_are_not(
 ) -> None:
     for kind, code in {"ddpopt.errors.UsageError": 2, "RuntimeError": 1}.items():
         stack = f'Traceback (most recent call last):\n  File "a.py", line 1\n{kind}: none of\n  them\n'
-
-        def launch(*_: object, stack: str = stack, **__: object) -> None:
-            raise RanksFailed([RankFailure(0, "raised", "running the task", 1, stack=stack)], 2)
-
-        monkeypatch.setattr(tuning, "launch", launch)
-        result = run("tune", "tied")
+        failed = RanksFailed([RankFailure(0, "raised", "running the task", 1, stack=stack)], 2)
+        monkeypatch.setattr(tuning, "launch", Mock(side_effect=failed))
+        result = run("link")
         assert (result.exit_code, result.stdout) == (code, "")
         assert (result.stderr == "ddpopt: error: none of them\n") == (code == 2)

@@ -168,11 +168,10 @@ def test_a_profile_adds_the_step_that_it_predicts(tmp_path: Path) -> None:
     assert_expected_inline(
         str(shown).removeprefix(f"{explanation}\n\n"),
         """\
-explained: 485.5 ms; communication that nothing hides: 35.5
-ms
+explained: 485.5 ms, 35.5 ms exposed
 compute  ffffffffffbbbbbbbbbbbbbbbbbbbbbbbbbbbbbb....uuuuuu
 network                  00                      #####
-tuned: 497.3 ms; communication that nothing hides: 47.3 ms
+tuned: 497.3 ms, 47.3 ms exposed
 compute  ffffffffffbbbbbbbbbbbbbbbbbbbbbbbbbbbbbb.....uuuuuu
 network                                          ######
 f forward, b backward, . waiting, u update; # exposed;

@@ -1,7 +1,6 @@
 """What was measured, as JSON: read back equal, or refused with what is wrong."""
 
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,16 +18,8 @@ from ddpopt.tuning.records import Gradient, Link, Profile
 from ddpopt.tuning.stored import Stored
 from ddpopt.tuning.tune import tune
 
-SPECS = [ParamSpec(f"p{index}", 4 * index + 4, "float32", "cpu") for index in range(6)]
-PROFILE = Profile(
-    tuple(Gradient(spec, 0.1) for spec in SPECS),
-    1.0,
-    2.0,
-    3.0,
-    "inline",
-    2,
-    {"torch": str(torch.__version__)},
-)
+GRADIENT = Gradient(ParamSpec("p", 4, "float32", "cpu"), 0.1)
+PROFILE = Profile((GRADIENT,), 1.0, 2.0, 3.0, "inline", 2, {"torch": str(torch.__version__)})
 LINK = Link(1e-4, 1e-9, 0.0, 1.0, 0.05, "gloo", 2, {})
 
 
@@ -55,46 +46,32 @@ def test_what_was_stored_is_read_back_equal_and_nothing_else_is_read(stored: Sto
         assert said in str(caught.value)
 
 
-def test_a_profile_of_something_else_is_refused_with_what_differs() -> None:
-    PROFILE.require_fit(reversed(SPECS), ranks=(2, 2))
-    here = [replace(SPECS[0], nbytes=8), replace(SPECS[1], sparse=True), *SPECS[2:-1]]
-    elsewhere = replace(PROFILE, measured={"torch": "2.0+cpu"})
+def test_a_tuned_plan_is_used_only_where_it_fits_and_the_error_has_each_difference(
+    tmp_path: Path, one_rank_group: None
+) -> None:
+    ddp, link, file = DistributedDataParallel(nn.Linear(3, 2)), replace(LINK, world_size=1), tmp_path / "a"
+    weight, bias = (Gradient(spec, 0.1) for spec in specs_from_ddp(ddp))
+
+    def compiled(link: Link, **changed: Any) -> None:
+        profile = replace(PROFILE, gradients=(weight, bias), **changed)
+        records = {type(record).__name__.lower(): json.loads(record.to_json()) for record in (profile, link)}
+        file.write_text(json.dumps({**json.loads(tune(profile, link).to_json()), **records}))
+        ddpopt.compile(ddp, backend="eager", plan=file)
+
+    compiled(link)
+    assert imposed_plan(ddp) == tune(replace(PROFILE, gradients=(weight, bias)), link)
+    weight, bias = (
+        replace(weight, spec=ParamSpec("weight", 8, "bfloat16", "cuda:1")),
+        replace(bias, spec=replace(bias.spec, sparse=True)),
+    )
     with pytest.raises(UsageError) as caught:
-        elsewhere.require_fit(here, ranks=(2, 8), strategy=("eager", "inline"))
+        compiled(LINK, measured={"torch": "2.0+cpu"}, strategy="eager")
     assert str(caught.value) == (
         "the profile is of something else:\n"
         f"  - torch: 2.0, here {torch.__version__.partition('+')[0]}\n"
-        "  - ranks: 2, here 8\n"
+        "  - device: cuda, here cpu\n"
         "  - strategy: eager, here inline\n"
-        "  - parameter 'p0': 4 bytes of float32, here 8 bytes of float32\n"
-        "  - parameter 'p1': 8 bytes of float32, here 8 bytes of float32, sparse\n"
+        "  - ranks: 2, here 1\n"
+        "  - parameter 'weight': 8 bytes of bfloat16, here 24 bytes of float32\n"
         "  - and 1 more"
     )
-
-
-def test_a_tuned_plan_is_used_only_for_what_it_was_tuned(tmp_path: Path, one_rank_group: None) -> None:
-    ddp, other = (DistributedDataParallel(nn.Linear(size, 2)) for size in (3, 4))
-    link = replace(LINK, world_size=1)
-    gradients = tuple(Gradient(spec, 0.1) for spec in specs_from_ddp(ddp))
-    profile = replace(PROFILE, gradients=gradients)
-    plan = tune(profile, link)
-    file = tmp_path / "tuned.json"
-
-    def differing(model: nn.Module, profile: Profile, link: Link, **options: Any) -> list[str]:
-        """In what a file that ``ddpopt tune`` wrote does not fit."""
-        records = {type(record).__name__.lower(): json.loads(record.to_json()) for record in (profile, link)}
-        file.write_text(json.dumps({**json.loads(plan.to_json()), **records}))
-        try:
-            ddpopt.compile(model, backend="eager", plan=file, **options)
-        except UsageError as error:
-            return re.findall("^  - (.*?):", str(error), re.MULTILINE)
-        assert imposed_plan(model) == plan
-        return []
-
-    gpu = tuple(replace(each, spec=replace(each.spec, device="cuda:0")) for each in gradients)
-    assert differing(other, profile, link) == ["parameter 'weight'"]
-    assert differing(ddp, replace(profile, measured={"torch": "2.0"}), link) == ["torch"]
-    assert differing(ddp, replace(profile, gradients=gpu), link) == ["device"]
-    assert differing(ddp, profile, LINK) == ["ranks"]
-    assert differing(ddp, profile, link, strategy="split") == ["strategy"]
-    assert differing(ddp, profile, link) == []
