@@ -70,11 +70,12 @@ def tune(
         rows.append((Noted(name, note), ms(step.step_s), measured.get(name, "-"), ms(step.exposed_s)))
     columns = [Column("buckets"), *numbers("predicted", "measured", "exposed")]
     given_link = f"{found.link}" if link is None else f"{found.link}; of {link}, but steps are measured here"
-    heads = "\n".join(map(paragraph, (found.title, given_link)))
+    title = f"{case.name} on {found.profile.world_size} ranks, {found.profile.strategy}"
+    heads = "\n".join(map(paragraph, (title, given_link)))
     text = "\n\n".join([heads, table(columns, rows), *[paragraph(NOTE)] * bool(sizes)])
     steps |= {f"tuned, observed on rank {rank}": step for rank, step in enumerate(found.observed)}
     traced = pictures.chrome_trace(found.rows[-1].predicted, found.observed)
-    made = {"trace": traced, "html": pictures.page(found.title, steps, text)}
+    made = {"trace": traced, "html": pictures.page(title, steps, text)}
     given = {name: file for name in made if (file := files[name]) is not None}
     others = [partial(write, f"--{name}", file, made[name]) for name, file in given.items()]
     show(text, found.to_json(), files["json"], others)

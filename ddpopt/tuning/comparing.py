@@ -70,14 +70,12 @@ class Tuned:
     """What `tuned_on` found.
 
     Attributes:
-        title: the case and how it ran.
         profile: of the case.
         link: of its ranks, or the one that was given.
         rows: DDP's default, the given cap if there is one, and the tuned buckets.
         observed: one step with the tuned buckets, on each rank; empty on GPUs.
     """
 
-    title: str
     profile: Profile
     link: Link
     rows: tuple[Row, ...]
@@ -155,7 +153,7 @@ def tuned_on(
     step = record(trainee.step, running_buckets(watch.ddp)) if ranks.device.type == "cpu" else None
     observed = tuple(each for each in ranks.gather(step) if each)
     rows = [Row(name, p, simulate(p, profile, link), slowest[p.fingerprint]) for name, p in plans.items()]
-    return Tuned(f"{case.name} on {ranks.size} ranks, {strategy}", profile, link, tuple(rows), observed)
+    return Tuned(profile, link, tuple(rows), observed)
 
 
 class _Trainee:

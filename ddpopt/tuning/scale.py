@@ -85,10 +85,9 @@ def steps_of(
     """
     found = {}
     for size in sizes:
-        costs = {f"{size:,} ranks, {name}": scaled(link, size, name) for name in ("ring", "tree")}
-        steps = {
-            name: simulate(tune(profile, cost, most_bytes), profile, cost) for name, cost in costs.items()
-        }
-        name = min(steps, key=lambda name: steps[name].step_s)
-        found[name] = steps[name]
+        costs = {name: scaled(link, size, name) for name in ("ring", "tree")}
+        plans = {name: tune(profile, cost, most_bytes) for name, cost in costs.items()}
+        steps = {name: simulate(plans[name], profile, cost) for name, cost in costs.items()}
+        best = min(steps, key=lambda name: steps[name].step_s)
+        found[f"{size:,} ranks, {best}"] = steps[best]
     return found

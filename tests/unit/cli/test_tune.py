@@ -26,7 +26,7 @@ def found(_: object, __: object, ___: object, link: Link | None, caps: object, m
     plans = {"bucket_cap_mb_list=[3, 1, 0.5, 0.25]": plan_of([SPECS], "a cap")}
     plans["tuned"] = tune(PROFILE, link or LINK, most)
     rows = [Row(name, p, simulate(p, PROFILE, link or LINK), (0.1, 0.2, 0.3)) for name, p in plans.items()]
-    return Tuned("tied on 2 ranks, inline", PROFILE, link or LINK, tuple(rows))
+    return Tuned(PROFILE, link or LINK, tuple(rows))
 
 
 def test_the_table_is_as_narrow_as_the_terminal_and_every_file_is_written(
