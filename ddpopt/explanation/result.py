@@ -169,7 +169,8 @@ class Explanation:
                 "--link: expected --profile FILE with it, which 'ddpopt tune --json FILE' writes"
             )
         found = Profile.from_file("--profile", profile)
-        found.require_fit(specs, compiled=(found.strategy != "eager", True))
+        how = "eager" if found.strategy == "eager" else "compiled"
+        found.require_fit(f"--profile {profile}", specs, {"strategy": (how, "compiled")})
         cost = Link.from_file(*(("--profile", profile) if link is None else ("--link", link)))
         plans = {"explained": self.plan}
         if '"ddpopt_plan"' in (document := read("--profile", profile)):

@@ -106,11 +106,11 @@ def _read_plan(plan: Plan | str | os.PathLike[str], ddp: Any, strategy: Strategy
     text = read("plan", plan)
     if '"ddpopt_profile"' in text:  # a file of ``ddpopt tune`` says for what its plan was tuned
         profile, link = Profile.from_file("plan", plan), Link.from_file("plan", plan)
-        specs = specs_from_ddp(ddp)
+        specs, own = specs_from_ddp(ddp), "inline" if strategy == "auto" else strategy
         devices = [spec.device.partition(":")[0] for spec in (profile.gradients[0].spec, specs[0])]
-        own = "inline" if strategy == "auto" else strategy
         ranks = link.world_size, ddp.process_group.size()
-        profile.require_fit(specs, device=devices, strategy=(profile.strategy, own), ranks=ranks)
+        others = {"device": devices, "strategy": (profile.strategy, own), "ranks": ranks}
+        profile.require_fit(f"plan {os.fspath(plan)}", specs, others)
     return Plan.from_json(text)
 
 

@@ -70,31 +70,31 @@ class Profile(Stored):
         rows = [(checked(ParamSpec(**each["spec"])), each["ready_s"]) for each in row["gradients"]]
         return super()._of({**row, "gradients": tuple(checked(Gradient(*each)) for each in rows)})
 
-    def require_fit(self, specs: Iterable[ParamSpec], **others: Sequence[object]) -> None:
+    def require_fit(
+        self, where: str, specs: Iterable[ParamSpec], others: Mapping[str, Sequence[object]]
+    ) -> None:
         """Check that this is a profile of a model, with this release of torch.
 
         Args:
+            where: it came from, for the message.
             specs: the model's parameters.
             others: more that must be equal, by name: in the profile, and here.
 
         Raises:
             UsageError: it is not; the message has each difference.
         """
-        then, here = ({spec.name: spec for spec in own} for own in ([g.spec for g in self.gradients], specs))
+        kinds = [_kinds(gradient.spec for gradient in self.gradients), _kinds(specs)]
         releases = [str(of).partition("+")[0] for of in (self.measured.get("torch"), torch.__version__)]
         pairs: dict[str, Sequence[object]] = {"torch": releases, **others}
-        pairs |= {f"parameter {name!r}": (then.get(name), here.get(name)) for name in {**then, **here}}
-        shown = {what: [_shown(each) for each in pair] for what, pair in pairs.items()}
-        lines = [f"  - {what}: {own}, here {other}" for what, (own, other) in shown.items() if own != other]
+        pairs |= {f"parameter {n!r}": [own.get(n, "none") for own in kinds] for n in kinds[0] | kinds[1]}
+        lines = [f"  - {what}: {then}, here {here}" for what, (then, here) in pairs.items() if then != here]
         if lines:
             more = f"  - and {len(lines) - SHOWN} more" if len(lines) > SHOWN else "Measure it again."
-            raise UsageError("\n".join(["the profile is of something else:", *lines[:SHOWN], more]))
+            raise UsageError("\n".join([f"{where}: measured for something else:", *lines[:SHOWN], more]))
 
 
-def _shown(value: object) -> str:
-    if isinstance(value, ParamSpec):
-        return f"{value.nbytes:,} bytes of {value.dtype}{', sparse' if value.sparse else ''}"
-    return str(value or "none")
+def _kinds(specs: Iterable[ParamSpec]) -> dict[str, str]:
+    return {s.name: f"{s.nbytes:,} bytes of {s.dtype}{', sparse' if s.sparse else ''}" for s in specs}
 
 
 @dataclass(frozen=True)

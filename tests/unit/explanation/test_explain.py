@@ -184,7 +184,7 @@ the last digit of a bucket: sent while backward computes""",
     assert [*alone.timelines] == ["explained"]
     with pytest.raises(UsageError, match=r"^--profile: cannot read 'absent'"):
         explanation.predicted(specs.values(), "absent")
-    with pytest.raises(UsageError, match="the profile is of something else"):
+    with pytest.raises(UsageError, match="Profile: measured for something else"):
         explanation.predicted([*specs.values()][1:], str(tmp_path / "Profile"))
 
 

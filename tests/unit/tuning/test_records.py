@@ -15,8 +15,9 @@ from ddpopt.ddp.impose import imposed_plan
 from ddpopt.errors import UsageError
 from ddpopt.planning.bucket_rule import ParamSpec, specs_from_ddp
 from ddpopt.tuning.records import Gradient, Link, Profile
+from ddpopt.tuning.simulate import simulate
 from ddpopt.tuning.stored import Stored
-from ddpopt.tuning.tune import tune
+from ddpopt.tuning.tune import plan_of, tune
 
 GRADIENT = Gradient(ParamSpec("p", 4, "float32", "cpu"), 0.1)
 PROFILE = Profile((GRADIENT,), 1.0, 2.0, 3.0, "inline", 2, {"torch": str(torch.__version__)})
@@ -44,6 +45,8 @@ def test_what_was_stored_is_read_back_equal_and_nothing_else_is_read(stored: Sto
             type(stored).from_json(given, "--link a.json: ")
         assert str(caught.value).startswith(f"--link a.json: expected a {kind}")
         assert said in str(caught.value)
+    with pytest.raises(UsageError, match="the plan and the profile are of different models"):
+        simulate(plan_of([[replace(GRADIENT.spec, nbytes=8)]], ""), PROFILE, LINK)
 
 
 def test_a_tuned_plan_is_used_only_where_it_fits_and_the_error_has_each_difference(
@@ -67,7 +70,7 @@ def test_a_tuned_plan_is_used_only_where_it_fits_and_the_error_has_each_differen
     with pytest.raises(UsageError) as caught:
         compiled(LINK, measured={"torch": "2.0+cpu"}, strategy="eager")
     assert str(caught.value) == (
-        "the profile is of something else:\n"
+        f"plan {file}: measured for something else:\n"
         f"  - torch: 2.0, here {torch.__version__.partition('+')[0]}\n"
         "  - device: cuda, here cpu\n"
         "  - strategy: eager, here inline\n"
