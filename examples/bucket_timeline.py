@@ -16,8 +16,9 @@ from torch import nn
 import ddpopt
 from ddpopt.planning.bucket_rule import ParamSpec
 from ddpopt.tuning import pictures, scale
-from ddpopt.tuning.records import Gradient, Link, Profile, conditions, order_of
+from ddpopt.tuning.records import Gradient, Link, Profile
 from ddpopt.tuning.simulate import simulate
+from ddpopt.tuning.stored import conditions
 from ddpopt.tuning.tune import tune
 
 GIGABIT = Link(0.001, 8.4e-9, 2.9e-9, 1.03, 0.05, "gloo", 2, {"device": "1 Gbit/s, assumed"})
@@ -46,7 +47,8 @@ def profiled(model: nn.Module, inputs: torch.Tensor, steps: int = 5) -> Profile:
         spec = ParamSpec(name, parameter.nbytes, str(parameter.dtype).removeprefix("torch."), "cpu")
         gradients.append(Gradient(spec, median(ready)))
     forward_s, backward_s, update_s = (median(mark[i + 1] - mark[i] for mark in marks[1:]) for i in range(3))
-    return Profile(tuple(order_of(gradients)), forward_s, backward_s, update_s, "eager", 2, conditions())
+    gradients.sort(key=lambda gradient: gradient.ready_s)
+    return Profile(tuple(gradients), forward_s, backward_s, update_s, "eager", 2, conditions())
 
 
 def main() -> None:
@@ -65,12 +67,10 @@ def main() -> None:
     plans["bucket_cap_mb=3"] = ddpopt.plan(model, inputs, bucket_cap_mb=3)
     plans["tuned"] = tune(profile, link)
     steps = {name: simulate(plan, profile, link) for name, plan in plans.items()}
-    table, _ = scale.report(profile, link, "8,64,512")
-    print(pictures.text(steps["tuned"]), table, sep="\n\n")
+    steps |= scale.steps_of(profile, link, [8, 64])
+    print(pictures.text(steps))
     if options.html:
-        options.html.write_text(
-            pictures.page("Buckets of a TransformerEncoder", steps, table), encoding="utf-8"
-        )
+        options.html.write_text(pictures.page("Buckets of a TransformerEncoder", steps), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import ddpopt
 from ddpopt.cli import options as given
 from ddpopt.errors import DdpoptError, UsageError
 from ddpopt.explanation.tables import Column, table
-from ddpopt.judge.report.files import RESULTS, require_writable, show, status_line, write, write_report
+from ddpopt.judge.report.files import RESULTS, require_writable, show, status_line, write_report
 
 
 class _Command(TyperCommand):
@@ -29,10 +29,12 @@ class _Command(TyperCommand):
 
     def invoke(self, ctx: Any) -> Any:
         get = ctx.params.get
-        given.require_positive(**{name: get(name) for name in ("timeout", "minutes", "examples", "tries")})
-        others = {f"--{name}": get(name) for name in ("trace", "html")}
-        others["--baseline"] = get("baseline") if get("update") else None
-        require_writable(get("json"), get("report") or (), others)
+        given.require_positive(**{name: get(name) for name in given.POSITIVE})
+        outputs = [(f"--{name}", get(name)) for name in ("json", "trace", "html")]
+        outputs += [("--report", file) for file in get("report") or ()]
+        outputs += [("--baseline", get("baseline"))] * bool(get("update"))
+        outputs += [("--out", get("out"))] * bool(get("case"))  # of 'ddpopt minimize'
+        require_writable(outputs)
         RESULTS.set(sys.stdout)
         sys.stdout = sys.stderr  # for good: a target may also print when the process ends
         return super().invoke(ctx)
@@ -114,11 +116,12 @@ def explain(
     Nothing is trained: no process group and no GPU is needed.
     """
     from ddpopt.explanation.explain import explain_case
+    from ddpopt.planning.bucket_rule import specs_from_module
 
     case = _case(target, ddp)
     explanation = explain_case(case, case.ddp_kwargs)
-    if profile or link:
-        explanation = explanation.predicted(profile, link)
+    if profile is not None or link is not None:
+        explanation = explanation.predicted(specs_from_module(case.model()), profile, link)
     show(str(explanation), explanation.to_json(), json)
 
 
@@ -162,6 +165,7 @@ def tune(  # noqa: PLR0913  # one for each option of the command line
     timeout: given.Timeout = given.TIMEOUT_S,
     ddp: given.Ddp = None,
     world_size: given.WorldSize = None,
+    most_mb: given.MostMb = given.MOST_MB,
     trace: given.Trace = None,
     html: given.Html = None,
     json: given.Json = None,
@@ -171,27 +175,12 @@ def tune(  # noqa: PLR0913  # one for each option of the command line
     The table has DDP's default, the caps that are given with --ddp, and the tuned buckets. The JSON is a plan
     for ddpopt.compile(ddp_model, plan=FILE), with the profile and the link that it was made from.
     """
-    from ddpopt.judge.backends import backend_of
-    from ddpopt.judge.modes import named
-    from ddpopt.tuning.comparing import STRATEGIES, tuned_on
-    from ddpopt.tuning.pictures import chrome_trace, page
-    from ddpopt.tuning.records import Link, read
-    from ddpopt.tuning.scale import report, world_sizes
+    from ddpopt.cli import tuning
 
-    world_sizes(world_size or "2")  # before anything is measured
-    how = named(mode, STRATEGIES, "--mode"), backend_of(backend)
-    stored = None if link is None else Link.from_json(read("--link", link), f"--link {link}: ")
-    if found := _measured(nproc, device, timeout, tuned_on, _case(target, ddp), how, stored):
-        text, steps = str(found), {row.name: row.predicted for row in found.rows}
-        if world_size:
-            here_s = None if link else (found.rows[-1].predicted.step_s, found.rows[-1].step_s)
-            told, more = report(found.profile, found.link, world_size, here_s)
-            text, steps = f"{text}\n\n{told}", steps | more
-        steps |= {f"tuned, observed on rank {rank}": step for rank, step in enumerate(found.observed)}
-        traced = chrome_trace(found.rows[-1].predicted, found.observed)
-        drawn = ("--trace", trace, traced), ("--html", html, page(found.title, steps, text))
-        others = [functools.partial(write, name, file, made) for name, file, made in drawn if file]
-        show(text, found.to_json(), json, others)
+    files = {"json": json, "trace": trace, "html": html}
+    tuning.tune(
+        _case(target, ddp), (nproc, device, timeout), (mode, backend), link, world_size, most_mb, files
+    )
 
 
 @app.command(cls=_Command, short_help="Measure what an all-reduce costs.")
@@ -202,23 +191,9 @@ def link(
     json: given.Json = None,
 ) -> None:
     """Measure all-reduces, and fit latency and bandwidth, for 'ddpopt tune --link FILE'."""
-    from ddpopt.tuning.comparing import link_on
+    from ddpopt.cli import tuning
 
-    if found := _measured(nproc, device, timeout, link_on):
-        show(str(found), found.to_json(), json)
-
-
-def _measured(nproc: int, device: str | None, timeout_s: float, task: Any, *args: Any) -> Any:
-    """Run a task of `ddpopt.tuning` on ranks; what it returns, or None on other ranks of torchrun."""
-    from ddpopt.ranks.group import joined, under_torchrun
-    from ddpopt.ranks.pool import launch
-
-    with status_line("starting ranks") as show_line:
-        if not under_torchrun():
-            return launch(task, *args, nproc=nproc, device=device, limit_s=timeout_s, on_event=show_line)[0]
-        with joined(on_event=show_line, timeout_s=timeout_s) as ranks, ranks.limited(timeout_s, "measuring"):
-            found = task(ranks, *args)
-            return found if ranks.rank == 0 else None
+    tuning.link(nproc, device, timeout, json)
 
 
 @app.command(cls=_Command, short_help="Compare a compiled data-parallel step with eager DDP.")

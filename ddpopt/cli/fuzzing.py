@@ -52,7 +52,6 @@ def planned(  # one for each option of the command line
     _require_hypothesis()
     import torch
 
-    from ddpopt.dynamo.backend import find_compiler
     from ddpopt.fuzz.journal import CampaignPlan
     from ddpopt.fuzz.questions import MODES
     from ddpopt.fuzz.stream import Source, fingerprint
@@ -60,7 +59,7 @@ def planned(  # one for each option of the command line
     from ddpopt.testing.drawn import known_features
 
     modes = chosen(mode, MODES, "--mode") or OWN
-    find_compiler(backend_of(backend))
+    backend_of(backend)
     left_out = chosen(without, sorted(known_features()), "--without")
     shard = int(os.environ.get("RANK") or 0)
     return CampaignPlan(

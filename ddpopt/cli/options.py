@@ -18,6 +18,8 @@ NAMES = "A,B,..."
 BACKEND = "aot_eager"
 NPROC = 2
 STEPS = 3
+MOST_MB = 8.0
+POSITIVE = ("timeout", "minutes", "examples", "tries", "most_mb")
 TIMEOUT_S = 300.0
 """Inductor may take minutes to compile a large model."""
 
@@ -102,6 +104,7 @@ TunedMode = Annotated[str, typer.Option("--mode", help="ddpopt-inline, ddpopt-sp
 WorldSize = Annotated[
     str | None, typer.Option(metavar="N,N,...", help="Predict the step of so many ranks, too.")
 ]
+MostMb = Annotated[float, typer.Option(help="Limit of a tuned bucket in MiB; a larger gradient is alone.")]
 Trace = Annotated[str | None, typer.Option(metavar="FILE", help="Write the steps as a trace for Perfetto.")]
 Html = Annotated[str | None, typer.Option(metavar="FILE", help="Write a page with a picture of the steps.")]
 LinkFile = Annotated[
@@ -195,4 +198,4 @@ def require_positive(**numbers: float | None) -> None:
     """
     for name, number in numbers.items():
         if number is not None and not 0 < number < math.inf:
-            raise UsageError(f"--{name}: expected a positive number, got {number!r}")
+            raise UsageError(f"--{name.replace('_', '-')}: expected a positive number, got {number!r}")

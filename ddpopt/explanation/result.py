@@ -5,16 +5,18 @@ Invariant: frozen; equal models and options give equal explanations, and equal t
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 
 from ddpopt.errors import UsageError
 from ddpopt.explanation.tables import MIB, Column, Noted, mib, names, numbers, paragraph, table
+from ddpopt.planning.bucket_rule import ParamSpec
 from ddpopt.planning.limits import BucketConfig
 from ddpopt.planning.plan import Plan, SentTogether
 from ddpopt.tuning.pictures import text
-from ddpopt.tuning.records import Link, Profile, read
+from ddpopt.tuning.records import Link, Profile
 from ddpopt.tuning.simulate import Timeline, simulate
+from ddpopt.tuning.stored import read
 
 FORMAT = 1
 TORCH = "torch's DDPOptimizer"
@@ -132,7 +134,8 @@ class Explanation:
         inline: whether the plan's graphs stay whole, and gradients leave from inside their backward.
         ddp: DDP's own buckets in eager training.
         torch: torch's DDPOptimizer.
-        timeline: the step that is predicted from a profile, if there is one.
+        timelines: with a profile, the predicted step of this plan, ``"explained"``, and of the plan in the
+            profile's file, ``"tuned"``, if it has one.
     """
 
     model: str
@@ -141,34 +144,39 @@ class Explanation:
     inline: bool
     ddp: OwnBuckets
     torch: TorchSplit
-    timeline: Timeline | None = None
+    timelines: Mapping[str, Timeline] = field(default_factory=dict)
 
     def __str__(self) -> str:
         parts = [_title(self), _summary(self), *_plan(self.plan, inline=self.inline), *_ddp(self.ddp)]
-        step = [text(self.timeline)] if self.timeline else []
-        return "\n\n".join([*parts, *_torch(self.torch), *step])
+        steps = [text(self.timelines)] if self.timelines else []
+        return "\n\n".join([*parts, *_torch(self.torch), *steps])
 
-    def predicted(self, profile: str | None, link: str | None = None) -> "Explanation":
-        """Add the step that is predicted from files.
+    def predicted(
+        self, specs: Iterable[ParamSpec], profile: str | None, link: str | None = None
+    ) -> "Explanation":
+        """Add the steps that are predicted from files.
 
         Args:
+            specs: the model's parameters.
             profile: a file with a profile; required.
             link: a file with a link; by default the profile's.
 
         Raises:
             UsageError: a file cannot be read, or is of another kind or model.
         """
-        if not profile:
+        if profile is None:
             raise UsageError(
                 "--link: expected --profile FILE with it, which 'ddpopt tune --json FILE' writes"
             )
-        stored, where = read("--profile", profile), f"--profile {profile}: "
-        cost = (
-            Link.from_json(read("--link", link), f"--link {link}: ")
-            if link
-            else Link.from_json(stored, where)
-        )
-        return replace(self, timeline=simulate(self.plan, Profile.from_json(stored, where), cost))
+        found = Profile.from_file("--profile", profile)
+        how = "eager" if found.strategy == "eager" else "compiled"
+        found.require_fit(f"--profile {profile}", specs, {"strategy": (how, "compiled")})
+        cost = Link.from_file(*(("--profile", profile) if link is None else ("--link", link)))
+        plans = {"explained": self.plan}
+        if '"ddpopt_plan"' in (document := read("--profile", profile)):
+            plans["tuned"] = Plan.from_json(document)
+        steps = {name: simulate(plan, found, cost) for name, plan in plans.items()}
+        return replace(self, timelines=steps)
 
     @property
     def plan_tally(self) -> Tally:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import pkgutil
 from typing import Any
 
+from ddpopt.dynamo.backend import find_compiler
 from ddpopt.errors import UsageError
 
 HELP = "give 'package.module:function', or the name of a backend that is registered"
@@ -32,6 +33,7 @@ def backend_of(name: str) -> Any:
             f"{HELP}"
         )
     if ":" not in name:
+        find_compiler(name)
         return name
     try:
         found = pkgutil.resolve_name(name)

@@ -42,8 +42,8 @@ TRACEBACK = re.compile(r"^Traceback.*\n(?:  .*\n)*(?=\S)", re.MULTILINE)
 OUT_OF_MEMORY = "SIGKILL usually means the machine ran out of memory: look for 'Killed process' in dmesg."
 COMPARE = "Compare the collectives in the stacks: every rank must enter the same ones in the same order."
 RAISE_LIMIT = (
-    "The innermost call is first in each stack. If it is only slow, raise the time limit, for 'ddpopt "
-    "verify' with --timeout."
+    "The innermost call is first in each stack. If it is only slow, raise the time limit, for commands of "
+    "ddpopt with --timeout."
 )
 
 

@@ -28,13 +28,15 @@ from ddpopt.ddp.reducer import outside_dynamo
 from ddpopt.dynamo import api
 from ddpopt.errors import InfrastructureError, PlanMismatchError, UsageError
 from ddpopt.graph.nodes import CompilerFn
+from ddpopt.planning.bucket_rule import specs_from_ddp
 from ddpopt.planning.limits import MIB
 from ddpopt.planning.plan import Plan
 from ddpopt.planning.strategy import Strategy, require_choice
 from ddpopt.tuning.measure_link import measure_link
 from ddpopt.tuning.recording import Course, Watch, one_each, require_profilable
-from ddpopt.tuning.records import ms, read
+from ddpopt.tuning.records import Link, Profile, ms
 from ddpopt.tuning.simulate import simulate
+from ddpopt.tuning.stored import read
 from ddpopt.tuning.tune import tune
 
 Buckets = Literal["plan", "ddp", "auto"]
@@ -96,7 +98,9 @@ def compile(  # the public name, as in torch.compile
     if plan is not None:
         if buckets != "plan":
             raise UsageError(f"plan: expected buckets='plan' with it, got {buckets!r}; leave one of them out")
-        own: Any = exchange_plans(ddp.process_group, WHAT, lambda: _read_plan(plan), LONGEST_WAIT)
+        own: Any = exchange_plans(
+            ddp.process_group, WHAT, lambda: _read_plan(plan, ddp, strategy), LONGEST_WAIT
+        )
         impose(ddp, own[ddp.process_group.rank()])
     open_or_given: Any = "open" if buckets == "auto" else buckets
     module = api.compile(ddp_model, backend=backend, strategy=strategy, buckets=open_or_given, **options)
@@ -105,8 +109,18 @@ def compile(  # the public name, as in torch.compile
     return module
 
 
-def _read_plan(plan: Plan | str | os.PathLike[str]) -> Plan:
-    return plan if isinstance(plan, Plan) else Plan.from_json(read("plan", plan))
+def _read_plan(plan: Plan | str | os.PathLike[str], ddp: Any, strategy: Strategy) -> Plan:
+    if isinstance(plan, Plan):
+        return plan
+    text = read("plan", plan)
+    if '"ddpopt_profile"' in text:  # a file of ``ddpopt tune`` says for what its plan was tuned
+        profile, link = Profile.from_file("plan", plan), Link.from_file("plan", plan)
+        specs, own = specs_from_ddp(ddp), "inline" if strategy == "auto" else strategy
+        devices = [spec.device.partition(":")[0] for spec in (profile.gradients[0].spec, specs[0])]
+        ranks = link.world_size, ddp.process_group.size()
+        others = {"device": devices, "strategy": (profile.strategy, own), "ranks": ranks}
+        profile.require_fit(f"plan {os.fspath(plan)}", specs, others)
+    return Plan.from_json(text)
 
 
 def _tune_in_training(module: Any, ddp: Any, strategy: Strategy) -> None:

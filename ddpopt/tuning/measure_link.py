@@ -6,7 +6,7 @@ waiting, and waited for at the end. Invariant: all ranks get the same link, the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddpopt.tuning.recording import between, now
-from ddpopt.tuning.records import LARGEST, Link, conditions, largest
+from ddpopt.tuning.recording import between, largest, now
+from ddpopt.tuning.records import LARGEST, Link
+from ddpopt.tuning.stored import conditions
 
 SIZES = (1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22, LARGEST)
 """Bytes of one all-reduce."""
@@ -26,6 +27,8 @@ MOST_BYTES = 1 << 24
 """Streams of more bytes are left out."""
 COMPUTE_SIZE = 192
 """Rows of the square matrices that are multiplied while a stream is sent."""
+A_PART = 5
+"""Multiplications after each of which the stream is looked at."""
 
 
 def measure_link(group: Any, device: torch.device) -> Link:
@@ -42,10 +45,14 @@ def measure_link(group: Any, device: torch.device) -> Link:
         InfrastructureError: a rank did not answer in time.
     """
     streams = [(count, size) for size in SIZES for count in COUNTS if size * count <= MOST_BYTES]
-    own = [_stream_s(group, device, *stream) for stream in streams]
+    own = []
+    for count, nbytes in streams:
+        buffers = [torch.zeros(nbytes // 4, dtype=torch.float32, device=device) for _ in range(count)]
+        own.append(median([_stream_s(group, device, buffers) for _ in range(REPEATS + 1)][1:]))
     slowest = zip(streams, largest(group, own), strict=True)
-    rows = [(count, count * size, each) for (count, size), each in slowest]
-    latency, per_byte = fitted(rows)
+    rows = [(count, count * size, s) for (count, size), s in slowest]
+    latency = _slope([(count, s) for count, nbytes, s in rows if nbytes == count * SIZES[0]])
+    per_byte = _slope([(nbytes, s) for _, nbytes, s in rows])  # the large ones decide
     residual = median(abs(max(count * latency, n * per_byte) / s - 1) for count, n, s in rows)
     processor, busy = _mutual(group, device)
     processor = min(processor, per_byte)  # more is noise: sending takes no more than the whole processor
@@ -53,29 +60,17 @@ def measure_link(group: Any, device: torch.device) -> Link:
     return Link(latency, per_byte, processor, busy, residual, backend, size, conditions())
 
 
-def fitted(rows: Sequence[tuple[int, int, float]]) -> tuple[float, float]:
-    """Fit ``max(count * latency, nbytes * per_byte)`` to the times of streams, by least squares.
-
-    Args:
-        rows: all-reduces of one size, their bytes, and the seconds of the stream.
-
-    Returns:
-        The latency in seconds, from the streams of the smallest all-reduces, and seconds per byte, from all:
-        the large ones decide.
-    """
-    least = min(nbytes // count for count, nbytes, _ in rows)
-    small = [(count, s) for count, nbytes, s in rows if nbytes == count * least]
-    return _slope(small), _slope([(nbytes, s) for _, nbytes, s in rows])
-
-
 def _slope(points: Sequence[tuple[float, float]]) -> float:
+    """Of the line through the origin with the least squares."""
     return sum(x * y for x, y in points) / sum(x * x for x, _ in points)
 
 
-def _stream_s(group: Any, device: torch.device, count: int, nbytes: int) -> float:
-    buffers = [torch.zeros(nbytes // 4, dtype=torch.float32, device=device) for _ in range(count)]
-    times = [_once_s(group, device, lambda: _wait(_sent(group, buffers))) for _ in range(REPEATS + 1)]
-    return median(times[1:])
+def _stream_s(group: Any, device: torch.device, buffers: Sequence[Tensor]) -> float:
+    """Seconds of a stream that all ranks begin together."""
+    dist.barrier(group)
+    begin = now(device)
+    _wait(_sent(group, buffers))
+    return between(begin, now(device))
 
 
 def _sent(group: Any, buffers: Sequence[Tensor]) -> list[Any]:
@@ -99,42 +94,29 @@ def _mutual(group: Any, device: torch.device) -> tuple[float, float]:
     matrix = torch.ones(COMPUTE_SIZE, COMPUTE_SIZE, dtype=torch.float32, device=device)
     buffers = [torch.zeros(1 << 19, dtype=torch.float32, device=device) for _ in range(8)]
 
-    def compute() -> None:
-        for _ in range(5):
-            torch.mm(matrix, matrix)
-
-    def next_to(works: Sequence[Any]) -> tuple[float, float]:
+    def computing(parts: int, works: Sequence[Any] = ()) -> tuple[float, float]:
+        """Seconds of a computation, and of what is sent meanwhile."""
         begin, sent = now(device), None
         for _ in range(parts):
-            compute()
+            for _ in range(A_PART):
+                torch.mm(matrix, matrix)
             if sent is None and all(work.is_completed() for work in works):
                 sent = now(device)
         end = now(device)
         _wait(works)
         return between(begin, end), between(begin, sent or now(device))
 
-    def alone_s() -> float:
-        return _once_s(group, device, lambda: _wait(_sent(group, buffers)))
-
-    computing_s = min(_once_s(group, device, compute) for _ in range(REPEATS))
+    part_s = min(computing(1)[0] for _ in range(REPEATS))
     # on each rank, the computation lasts longer than the stream
-    parts = int(2 * min(alone_s() for _ in range(REPEATS)) / computing_s) + 1
+    parts = int(2 * min(_stream_s(group, device, buffers) for _ in range(REPEATS)) / part_s) + 1
     rows: list[tuple[float, ...]] = []
     for _ in range(2 * REPEATS):
         dist.barrier(group)
-        undelayed_s, _ = next_to([])
+        undelayed_s, _ = computing(parts)
         dist.barrier(group)
-        rows.append((undelayed_s, *next_to(_sent(group, buffers)), alone_s()))
-    undelayed_s, delayed_s, busy_s, idle_s = (
-        median(largest(group, column)) for column in zip(*rows, strict=True)
-    )
+        delayed = computing(parts, _sent(group, buffers))
+        rows.append((undelayed_s, *delayed, _stream_s(group, device, buffers)))
+    columns = (median(largest(group, column)) for column in zip(*rows, strict=True))
+    undelayed_s, delayed_s, busy_s, idle_s = columns
     delay_s = max(0.0, delayed_s - undelayed_s)
     return delay_s / sum(buffer.nbytes for buffer in buffers), max(1.0, busy_s / idle_s)
-
-
-def _once_s(group: Any, device: torch.device, call: Callable[[], None]) -> float:
-    """Seconds of a call that all ranks begin together."""
-    dist.barrier(group)
-    begin = now(device)
-    call()
-    return between(begin, now(device))

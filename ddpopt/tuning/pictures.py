@@ -8,27 +8,24 @@ from __future__ import annotations
 
 import json
 import re
-import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from ddpopt.planning.limits import MIB
 from ddpopt.tuning.records import ms
 from ddpopt.tuning.simulate import Sent, Timeline
 
 ROWS = ("compute", "buckets", "network")
-COLUMNS, LABELS = 60, 12
+COLUMNS, LABELS = 60, 9
 """Widths of the text, and of the names of its rows."""
 NOT_XML = re.compile(r"[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """Characters that no XML document may contain, as in some names of parameters."""
-ENDS = 6
-"""So many of the first and of the last buckets have a row of the text."""
 MARKS = {"forward": "f", "backward": "b", "waiting": ".", "update": "u"}
-LEGEND = "f forward, b backward, . waiting, u update; - complete, = sent while backward computes, # exposed"
+LEGEND = """f forward, b backward, . waiting, u update; # exposed;
+the last digit of a bucket: sent while backward computes"""
 
 
 @dataclass(frozen=True)
@@ -51,11 +48,6 @@ class Period:
     end_s: float
     hidden_s: float
     sent: Sent | None = None
-
-    def __str__(self) -> str:
-        size = f", {self.sent.nbytes / MIB:.3f} MiB ({self.sent.nbytes:,} bytes)" if self.sent else ""
-        exposed = f", {ms(self.end_s - self.hidden_s)} exposed" if self.hidden_s < self.end_s else ""
-        return f"{self.name}{size}: {ms(self.begin_s)} to {ms(self.end_s)}{exposed}"
 
 
 def spans(timeline: Timeline) -> list[Period]:
@@ -149,33 +141,25 @@ def _rendered(template: str, **names: object) -> str:
     return NOT_XML.sub("\ufffd", environment.get_template(template).render(**names))
 
 
-def text(timeline: Timeline) -> str:
-    """A timeline in ASCII, at most `COLUMNS` wide: computation, network, and the buckets.
+def text(timelines: Mapping[str, Timeline]) -> str:
+    """Timelines on one axis in ASCII, `COLUMNS` wide: below its title each one's computation and network.
 
     Args:
-        timeline: what to show.
+        timelines: from top to bottom, by what they show.
 
     Returns:
         Lines, the last one without a newline. What is shorter than a column fills one.
     """
-    rows: dict[str, list[tuple[str, float, float]]] = {"compute": [], "network": []}
-    for span in spans(timeline):
-        parts = [(MARKS.get(span.name, "="), span.begin_s, span.hidden_s), ("#", span.hidden_s, span.end_s)]
-        if span.row in rows:
-            rows[span.row] += parts
-        if span.row == "network" and span.sent:
-            rows[span.name] = [("-", span.sent.ready_s, span.begin_s), *parts]
-    lines = [_line(name, parts, timeline.step_s) for name, parts in rows.items()]
-    if len(timeline.buckets) > 2 * ENDS:
-        lines[2 + ENDS : -ENDS] = [f"{len(timeline.buckets) - 2 * ENDS} more"]
-    cost = f"Step {ms(timeline.step_s)}; communication that nothing hides: {ms(timeline.exposed_s)}"
-    return "\n".join([*textwrap.wrap(cost, COLUMNS), *lines, *textwrap.wrap(LEGEND, COLUMNS)])
-
-
-def _line(name: str, parts: Iterable[tuple[str, float, float]], step_s: float) -> str:
-    cells = [" "] * (COLUMNS - LABELS)
-    for mark, begin_s, end_s in parts:
-        if begin_s < end_s:
-            first, last = (int(at_s / step_s * (len(cells) - 0.5)) for at_s in (begin_s, end_s))
-            cells[first : last + 1] = mark * (last + 1 - first)
-    return f"{name:{LABELS}}{''.join(cells)}".rstrip()
+    width = COLUMNS - LABELS
+    per_s = (width - 0.5) / (max((step.step_s for step in timelines.values()), default=0.0) or 1.0)
+    lines = []
+    for title, step in timelines.items():
+        lines.append(f"{title}: {ms(step.step_s)}, {ms(step.exposed_s)} exposed")
+        cells = {row: [" "] * width for row in ROWS}
+        for span in spans(step):
+            parts = [(span.name, span.begin_s, span.hidden_s), ("#", span.hidden_s, span.end_s)]
+            for name, begin_s, end_s in parts:
+                first, after = int(begin_s * per_s), int(end_s * per_s) + (begin_s < end_s)
+                cells[span.row][first:after] = MARKS.get(name, name[-1]) * (after - first)
+        lines += [f"{row:{LABELS}}{''.join(cells[row])}".rstrip() for row in ("compute", "network")]
+    return "\n".join([*lines, LEGEND])

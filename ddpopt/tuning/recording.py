@@ -15,6 +15,7 @@ all of them have in common; so nothing waits for a rank for which DDP would not 
 from __future__ import annotations
 
 import itertools
+import json
 import time
 from collections.abc import Callable, Generator, Sequence
 from types import FunctionType
@@ -26,7 +27,8 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.futures import Future
 
-from ddpopt.ddp.deferral import patience
+from ddpopt.ddp.agreement import agree
+from ddpopt.ddp.deferral import LONGEST_WAIT, patience
 from ddpopt.ddp.fit import require_between_iterations
 from ddpopt.ddp.plan_exchange import exchange_plans
 from ddpopt.ddp.reducer import install
@@ -34,7 +36,9 @@ from ddpopt.errors import UsageError
 from ddpopt.planning.bucket_rule import ParamSpec
 from ddpopt.planning.model_graphs import specs_by_id
 from ddpopt.planning.plan import Plan
-from ddpopt.tuning.records import Gradient, Profile, conditions, largest, plan_of
+from ddpopt.tuning.records import Gradient, Profile
+from ddpopt.tuning.stored import conditions
+from ddpopt.tuning.tune import plan_of
 
 _c10d: Any = dist  # torch does not mark its re-exports
 Value = TypeVar("Value")
@@ -56,6 +60,16 @@ def run(course: Course[Value], step: Callable[[], object]) -> Value:
 def one_each(specs: Sequence[ParamSpec]) -> Plan:
     """A plan whose buckets hold a gradient each."""
     return plan_of(([spec] for spec in specs), "profiled")
+
+
+def largest(group: dist.ProcessGroup, values: Sequence[float]) -> list[float]:
+    """Of each value the largest of all ranks; each must call this with as many.
+
+    Raises:
+        InfrastructureError: a rank did not answer in time.
+    """
+    texts = agree(group, "ddpopt: times of all ranks", json.dumps([*values]), LONGEST_WAIT)
+    return [max(each) for each in zip(*map(json.loads, texts), strict=True)]
 
 
 def now(device: torch.device) -> Any:

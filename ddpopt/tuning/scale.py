@@ -20,17 +20,14 @@ Invariant: at the measured world size the ring is the measured link.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 from ddpopt.errors import UsageError
-from ddpopt.tuning.records import Link, Profile
+from ddpopt.tuning.records import LARGEST, Link, Profile
 from ddpopt.tuning.simulate import Timeline, simulate
 from ddpopt.tuning.tune import tune
-
-HEADER = " ranks  best   step, ms  exposed, ms  efficiency  buckets  MiB: first, largest"
-NOTE = """A model, not a measurement: all ranks alike, each hop as on the measured link.
-Efficiency: the share of the step without communication; each rank keeps its batch."""
 
 
 def scaled(link: Link, world_size: int, algorithm: str = "ring") -> Link:
@@ -43,15 +40,8 @@ def scaled(link: Link, world_size: int, algorithm: str = "ring") -> Link:
 
     Returns:
         The link. Its latencies grow with the hops, and its costs of a byte with the bytes that a rank sends.
-
-    Raises:
-        UsageError: one of the two world sizes is less than 2.
     """
-    measured = link.world_size
-    if min(world_size, measured) < 2:
-        got = f"got {world_size}, and a link of {measured}"
-        raise UsageError(f"--world-size: expected 2 or more ranks, and a link of 2 or more; {got}")
-    hops, share = world_size - 1, (world_size - 1) / world_size
+    measured, hops, share = link.world_size, world_size - 1, (world_size - 1) / world_size
     if algorithm == "tree":
         hops, share = (world_size - 1).bit_length(), 1.0
     far, much = hops / (measured - 1), share / ((measured - 1) / measured)
@@ -60,58 +50,44 @@ def scaled(link: Link, world_size: int, algorithm: str = "ring") -> Link:
     return replace(link, world_size=world_size, **costs)
 
 
-def world_sizes(text: str) -> list[int]:
-    """Read world sizes with commas between them; raises UsageError if one is not a number of at least 2."""
+def world_sizes(text: str | None, measured: int) -> list[int]:
+    """Read world sizes with commas between them.
+
+    Args:
+        text: the numbers; None for none.
+        measured: the world size of the link.
+
+    Raises:
+        UsageError: one is not a number of at least 2, or the link says nothing about more ranks.
+    """
+    if text is None:
+        return []
+    if measured < 2:
+        raise UsageError(f"--world-size: expected a link of 2 or more ranks, got one of {measured}")
     if not all(size.strip().isdecimal() and int(size) > 1 for size in text.split(",")):
         raise UsageError(f"--world-size: expected numbers of 2 or more, such as 8,64,512, got {text!r}")
     return [*map(int, text.split(","))]
 
 
-def best(profile: Profile, link: Link, size: int) -> tuple[str, Timeline]:
-    """Tune for a world size, with a ring and with a tree, and keep the better one.
+def steps_of(
+    profile: Profile, link: Link, sizes: Iterable[int], most_bytes: float = LARGEST
+) -> dict[str, Timeline]:
+    """Tune for some world sizes, with a ring and with a tree, and keep the better one of each.
 
     Args:
         profile: of the model; each rank has as large a batch as it had there.
         link: as for `scaled`.
-        size: of the world, as for `scaled`.
+        sizes: the world sizes, as for `scaled`.
+        most_bytes: as for `tune`.
 
     Returns:
-        The algorithm's name, and the step with the tuned plan.
+        The steps, by the number of ranks and the algorithm.
     """
-    costs = {algorithm: scaled(link, size, algorithm) for algorithm in ("ring", "tree")}
-    found = {name: simulate(tune(profile, cost), profile, cost) for name, cost in costs.items()}
-    return min(found.items(), key=lambda item: item[1].step_s)
-
-
-def report(
-    profile: Profile, link: Link, sizes: str, here_s: tuple[float, float] | None = None
-) -> tuple[str, dict[str, Timeline]]:
-    """The tuned step at some world sizes, as a table and for a picture.
-
-    Args:
-        profile: as for `best`.
-        link: as for `scaled`.
-        sizes: world sizes with commas between them, such as ``"8,64,512,4096"``.
-        here_s: a step on the ranks of the link, predicted and measured, in seconds; None if there is none.
-
-    Returns:
-        Text, and the steps by name, as `ddpopt.tuning.pictures.svg` takes them.
-
-    Raises:
-        UsageError: a world size is not a number of at least 2.
-    """
-    lines, steps = [HEADER, "-" * len(HEADER)], {}
-    ideal_s = profile.forward_s + profile.backward_s + profile.update_s
-    for size in world_sizes(sizes):
-        name, step = best(profile, link, size)
-        steps[f"{size:,} ranks, {name}"] = step
-        mib = [sent.nbytes / 2**20 for sent in step.buckets] or [0.0]
-        row = f"{size:6,}  {name}  {step.step_s * 1000:9,.1f}  {step.exposed_s * 1000:11,.1f}"
-        lines.append(f"{row}  {ideal_s / step.step_s:10.1%}  {len(mib):7,}  {mib[0]:10.2f}, {max(mib):7.2f}")
-    here = f"The measured {link.world_size} ranks:"
-    lines += [NOTE, f"{here} half of all-reduces are within {link.residual:.0%} of the line through them."]
-    if here_s:
-        predicted_s, measured_s = here_s
-        error = predicted_s / measured_s - 1
-        lines.append(f"{here} a step takes {measured_s * 1000:,.1f} ms, {error:+.1%} in the model.")
-    return "\n".join(lines), steps
+    found = {}
+    for size in sizes:
+        costs = {name: scaled(link, size, name) for name in ("ring", "tree")}
+        plans = {name: tune(profile, cost, most_bytes) for name, cost in costs.items()}
+        steps = {name: simulate(plans[name], profile, cost) for name, cost in costs.items()}
+        best = min(steps, key=lambda name: steps[name].step_s)
+        found[f"{size:,} ranks, {best}"] = steps[best]
+    return found

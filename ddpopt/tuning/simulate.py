@@ -19,8 +19,10 @@ Invariant: equal inputs give equal timelines.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+from ddpopt.errors import UsageError
 from ddpopt.planning.plan import Plan
 from ddpopt.tuning.records import Link, Profile
 
@@ -82,9 +84,12 @@ def simulate(plan: Plan, profile: Profile, link: Link) -> Timeline:
         When each bucket is complete, sent and back, and when the step ends.
 
     Raises:
-        UsageError: the profile is of another model, or of another release of torch.
+        UsageError: the plan's gradients are not those of the profile.
     """
-    profile.require_fit(plan)
+    sizes = {gradient.spec.name: gradient.spec.nbytes for gradient in profile.gradients}
+    held = [sum(sizes.pop(name, math.nan) for name in bucket.params) for bucket in plan.buckets]
+    if sizes or held != [bucket.nbytes for bucket in plan.buckets]:
+        raise UsageError("the plan and the profile are of different models; make both of the same one")
     ready_s = {gradient.spec.name: gradient.ready_s for gradient in profile.gradients}
     free = latest = delay = 0.0
     computed, begin = profile.backward_s, profile.forward_s

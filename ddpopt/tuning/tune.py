@@ -17,15 +17,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
-from ddpopt.planning.plan import Plan
-from ddpopt.tuning.records import LARGEST, Gradient, Link, Profile, order_of, plan_of
+from ddpopt.planning.bucket_rule import ParamSpec
+from ddpopt.planning.plan import Bucket, Plan
+from ddpopt.tuning.records import LARGEST, Gradient, Link, Profile
 
 LINKS = (1.0, 0.8, 1.25)
 """The links on which a merge must not delay the end: how many times as long as measured all-reduces take."""
 ROUNDING = 1e-12
 """The relative difference of two times that are equal."""
+Kind = tuple[str, str, str]
 Unit = tuple[Gradient, ...]
 """Gradients that are sent together: one bucket."""
 Times = Sequence[float]
@@ -44,23 +45,27 @@ def tune(profile: Profile, link: Link, most_bytes: float = LARGEST) -> Plan:
     Returns:
         A plan with these buckets and no segments, for `ddpopt.impose`.
     """
-    groups = partition(order_of(profile.gradients), link, most_bytes)
+    order = sorted(profile.gradients, key=lambda gradient: gradient.ready_s)
+    groups = partition(order, link, most_bytes)
     return plan_of(([g.spec for g in group] for group in groups), "the step ends earliest with these buckets")
+
+
+def plan_of(groups: Iterable[Sequence[ParamSpec]], reason: str) -> Plan:
+    """A plan with these buckets and no segments, for `ddpopt.impose`."""
+    return Plan(tuple(Bucket.of(i, specs, 0, reason) for i, specs in enumerate(groups)), (), ())
 
 
 def partition(gradients: Sequence[Gradient], link: Link, most: float = math.inf) -> list[Unit]:
     """Divide gradients, in ready order, into the buckets that are back first.
 
     Args:
-        gradients: in ready order.
+        gradients: in ready order, at least one.
         link: of the process group.
         most: limit of a bucket's size in bytes.
 
     Returns:
         The buckets in the order in which they are sent.
     """
-    if not gradients:
-        return []
     links = [
         replace(link, latency_s=share * link.latency_s, seconds_per_byte=share * link.seconds_per_byte)
         for share in LINKS
@@ -71,13 +76,9 @@ def partition(gradients: Sequence[Gradient], link: Link, most: float = math.inf)
     return found
 
 
-def _kind(gradient: Gradient) -> tuple[str, str, str]:
+def _kind(gradient: Gradient) -> Kind:
     spec = gradient.spec
     return spec.dtype, spec.device, spec.name if spec.sparse else ""
-
-
-def _nbytes(unit: Unit) -> int:
-    return sum(gradient.spec.nbytes for gradient in unit)
 
 
 def _best(gradients: Sequence[Gradient], link: Link, most: float) -> list[Unit]:
@@ -89,9 +90,7 @@ def _best(gradients: Sequence[Gradient], link: Link, most: float) -> list[Unit]:
     counts = {kind: mask.cumsum(0) for kind, mask in own.items()}
     total, last_s = nbytes.cumsum(0), gradients[-1].ready_s
     free = torch.zeros(len(kinds) + 1, dtype=torch.float64)
-    ready: dict[
-        tuple[str, str, str], float
-    ] = {}  # of each class so far, in the order of their last gradients
+    ready: dict[Kind, float] = {}  # of each class so far, in the order of their last gradients
     came = [0]
     for end, gradient in enumerate(gradients, 1):
         ready.pop(kinds[end - 1], None)
@@ -100,19 +99,12 @@ def _best(gradients: Sequence[Gradient], link: Link, most: float) -> list[Unit]:
         for kind, ready_s in ready.items():
             size, count = (sums[kind][end] - sums[kind][:end] for sums in (sizes, counts))
             delay = sent * link.processor_s_per_byte
-            back = _back_s(link, size, torch.maximum(at, ready_s + delay), last_s + delay)
+            back = link.back_s(size, torch.maximum(at, ready_s + delay), last_s + delay)
             back = back.where((size <= most) | (count == 1), math.inf)
             at, sent = back.where(count > 0, at), sent + size
         free[end], start = at.min(0)
         came.append(int(start))
     return [*itertools.chain.from_iterable(map(_classes, _runs(gradients, came)))]
-
-
-def _back_s(link: Link, nbytes: Tensor, start_s: Tensor, computed_s: Tensor) -> Tensor:
-    """`Link.back_s` of many buckets."""
-    cost = (nbytes * link.seconds_per_byte).clamp(link.latency_s)
-    overlap = (computed_s - start_s).clamp(0.0).minimum(link.busy * cost)
-    return start_s + cost + overlap * (1 - 1 / link.busy)
 
 
 def _runs(gradients: Sequence[Gradient], came: Sequence[int]) -> list[Unit]:
@@ -134,7 +126,7 @@ def _classes(run: Unit) -> list[Unit]:
 
 def _merged(buckets: Sequence[Unit], links: Sequence[Link], last_s: float, most: float) -> list[Unit]:
     """Merge each bucket with the next one of its class while the end is no later on any link."""
-    found = [(_kind(unit[-1]), unit, _nbytes(unit)) for unit in buckets]
+    found = [(_kind(unit[-1]), unit, sum(gradient.spec.nbytes for gradient in unit)) for unit in buckets]
 
     def times(free: Times, sent: int, rest: Iterable[tuple[object, Unit, int]]) -> Iterator[Times]:
         """When each link is free after each bucket, if it is free then and so much was sent before."""

@@ -1,11 +1,14 @@
 """Tuning on several ranks: eager DDP's gradients in every step, and one plan on all ranks."""
 
+import contextlib
 import copy
 import itertools
 import json
 import logging
 import os
+import re
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +18,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import prune
 
 import ddpopt
 from ddpopt.cases.case import Case
+from ddpopt.ddp.fit import ddp_within
 from ddpopt.ddp.impose import imposed_plan
+from ddpopt.errors import UsageError
 from ddpopt.planning.model_graphs import specs_by_id
 from ddpopt.planning.plan import Plan
 from ddpopt.ranks import pool
 from ddpopt.ranks.failures import RanksFailed
 from ddpopt.ranks.group import Ranks
-from ddpopt.tuning import compiling
+from ddpopt.tuning import compiling, recording
 from ddpopt.tuning.comparing import WARM_UP, tuned_on
 from ddpopt.tuning.recording import one_each, slowest
 from ddpopt.tuning.records import Gradient, Link, Profile
@@ -38,6 +44,7 @@ from tests.multigpu.training import (
     Setting,
     accumulating_somewhere_step,
     alike,
+    backward,
     batch,
     build,
     loss,
@@ -129,6 +136,68 @@ def test_where_the_buckets_cannot_change_nothing_is_tuned_and_gradients_are_thos
     assert copy.deepcopy(model)._compile.keywords["buckets"] == "auto"
 
 
+def hooked(ddp: DistributedDataParallel, _: contextlib.ExitStack) -> None:
+    ddp.register_comm_hook(None, allreduce_hook)
+
+
+def renamed(ddp: DistributedDataParallel, _: contextlib.ExitStack) -> None:
+    prune.identity(ddp.module.layers[0], "weight")  # type: ignore[no-untyped-call]  # of torch
+
+
+def joined(ddp: DistributedDataParallel, stack: contextlib.ExitStack) -> None:
+    stack.enter_context(ddp.join())
+
+
+def accumulating(*_: object) -> None:
+    """It begins; see `train_with`."""
+
+
+def late(*_: object) -> None:
+    if dist.get_rank() == 1:
+        time.sleep(4.0)
+
+
+EVENTS = (hooked, renamed, joined, accumulating, late)
+LAST = 18
+
+
+def train_with(model: Any, event: Any, at: int, ranks: Ranks) -> list[Any]:
+    """Train with an event before a step; rank 1 calls the DDP module itself in some steps."""
+    ddp, found = ddp_within(model), list[Any]()
+    with contextlib.ExitStack() as stack:
+        for step in range(LAST - 2 * (event is joined and ranks.rank == 1)):
+            if step == at:
+                event(ddp, stack)
+            if step >= at and event is accumulating:  # some parameters only here
+                with ddp.no_sync():
+                    backward(loss(model(batch(ranks, step + 100))))
+            called = ddp if ranks.rank == 1 and step % 4 == 3 else model
+            backward(loss(called(batch(ranks, step), use_optional=event is not accumulating)))
+            found.append([None if p.grad is None else p.grad.clone() for p in ddp.parameters()])
+            ddp.zero_grad()
+    return found
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("event", EVENTS)
+def test_whatever_ends_the_tuning_gradients_are_those_of_ddp_and_the_buckets_are_given_back(
+    ranks: Ranks, event: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for key, value in {**FEW, "WORTH": float("inf")}.items():
+        monkeypatch.setattr(compiling, key, value)
+    monkeypatch.setattr(recording, "patience", lambda _: timedelta(seconds=2))
+    for at in (7, 10):
+        torch._dynamo.reset()
+        unused = UNUSED if event is accumulating else {}
+        eager, tuned = (build(Setting(arguments=unused), ranks) for _ in range(2))
+        model = ddpopt.compile(tuned, backend="eager", buckets="auto")
+        left, right = train_with(model, event, at, ranks), train_with(eager, event, at, ranks)
+        assert alike(ranks, left, right), at
+        plan = imposed_plan(tuned)
+        assert plan is not None
+        assert len(plan.buckets) < len([*tuned.parameters()]), at
+
+
 def test_a_wrapper_is_not_changed_where_torch_compile_is_disabled(ranks: Ranks) -> None:
     wrapper = nn.Sequential(build(SETTINGS["default"], ranks))
     assert ddpopt.compile(wrapper, buckets="auto", disable=True) is wrapper
@@ -186,7 +255,16 @@ def test_what_is_found_is_a_table_and_a_file_to_use_again(ranks: Ranks, strategy
     assert [len(row.plan.buckets) for row in tuned.rows][:2] == [1, 6]
     assert ranks.gather(text) == [text] * ranks.size
     assert tuned.rows[-1].plan == tune(tuned.profile, tuned.link)
-    assert [line[:24].strip() for line in str(tuned).splitlines()[4:]] == [row.name for row in tuned.rows]
+
+
+@pytest.mark.parametrize(
+    ("which", "said"), [("no", "so there is nothing to tune"), ("half", "the first is '1.")]
+)
+def test_a_model_with_too_few_gradients_is_refused(ranks: Ranks, which: str, said: str) -> None:
+    layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2)).requires_grad_(which == "half")
+    layers.forward = layers[0].forward
+    with pytest.raises(UsageError, match=re.escape(said)):
+        tuned_on(ranks, replace(case(), model=lambda: layers), ("eager", None), LINK)
 
 
 def dies_while_profiled(ranks: Ranks, folder: Path) -> None:

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from ddpopt.planning.bucket_rule import ParamSpec
 from ddpopt.tuning import tune
-from ddpopt.tuning.records import Gradient, Link, Profile, plan_of
+from ddpopt.tuning.records import Gradient, Link, Profile
 from ddpopt.tuning.simulate import Timeline, simulate
+from ddpopt.tuning.tune import plan_of
 
 LINK = Link(1e-3, 1e-4, 0.0, 1.0, 0.0, "gloo", 2, {})
 times = st.integers(0, 40).map(lambda tenths: tenths / 10)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import html
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
@@ -34,36 +34,35 @@ AT_MOST = 2**18
 """Characters of the text that are shown."""
 
 
-def require_writable(
-    json: str | None, reports: Sequence[str] = (), others: Mapping[str, str | None] | None = None
-) -> None:
-    """Check that files can be written, before minutes of work and not after.
+def require_writable(outputs: Iterable[tuple[str, str | None]]) -> None:
+    """Check that files can be written, and no other output goes there, before minutes of work and not after.
 
     Args:
-        json: the file for JSON; None for none.
-        reports: the files for reports.
-        others: more files, by option; the folder of ``--baseline`` will be made.
+        outputs: each file with its option; None for none. The folder of ``--baseline`` will be made.
 
     Raises:
-        UsageError: a file cannot be written, or its suffix is not that of a report.
+        UsageError: a file cannot be written, or is that of another option, or its suffix is not that of a
+            report.
     """
-    for file in reports:
-        if _suffix(file) not in SUFFIXES:
+    used: dict[Path, str] = {}
+    for option, file in outputs:
+        if file is None or (option, file) == ("--json", STDOUT):
+            continue
+        if option == "--report" and _suffix(file) not in SUFFIXES:
             raise UsageError(
                 f"--report: expected a file name that ends in {', '.join(SUFFIXES)} (JUnit XML, an HTML "
                 f"page, GitHub's Markdown), got {file!r}; for JSON use --json FILE"
             )
-    options = [("--report", file) for file in reports]
-    options += [("--json", json)] if json is not None and json != STDOUT else []
-    options += [(option, file) for option, file in (others or {}).items() if file]
-    for option, file in options:
-        path = Path(file).absolute()
+        path = Path(file).resolve()
         folder = path.parent
         while option == "--baseline" and not folder.exists():
             folder = folder.parent
         locked = not os.access(path if path.exists() else folder, os.W_OK)
         if not folder.is_dir() or locked or path.is_dir():
             raise UsageError(f"{option}: cannot write {file!r}; name a file in a writable folder")
+        if path in used and (path.is_file() or not path.exists()):  # but /dev/null takes all
+            raise UsageError(f"{option}: {file!r} is also the file of {used[path]}; name another")
+        used[path] = option
 
 
 def _suffix(file: str) -> str:

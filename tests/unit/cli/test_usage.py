@@ -16,11 +16,14 @@ from ddpopt.fuzz.signatures import FailureSignature
 from ddpopt.gate.baseline import Baseline, Measuring, release_of, write
 from ddpopt.ranks.pool import Pool
 from ddpopt.testing.drawn import DrawnModel, step
+from ddpopt.tuning.records import Link
+from ddpopt.tuning.stored import FORMAT
 from tests.commands import run
 from tests.unit.gate_figures import FIGURES
 
 FAILURE = FailureSignature("error", "KeyError", "graph.py in find")
 CASE = FoundCase(DrawnModel((step("linear"),)), "torch", Setting(), FAILURE)
+LINK = Link(1e-4, 1e-9, 0.0, 1.0, 0.0, "gloo", 1, {})
 BASELINE = Baseline(Measuring(("gpt", "tied"), modes=("ddpopt-inline",)))
 
 
@@ -39,6 +42,8 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     Path("case.json").write_text(CASE.to_json())
     Path("other.json").write_text("{}")
     Path("fast.json").write_text(replace(CASE, mode="fast").to_json())
+    Path("link.json").write_text(LINK.to_json())
+    Path("old.json").write_text(LINK.to_json().replace(f'_link": {FORMAT}', '_link": 1'))
     Path("cut").mkdir()
     Path("cut/campaign.json").write_text("{")
 
@@ -71,9 +76,28 @@ def test_the_command_that_fuzz_prints_for_a_failure_runs(capsys: pytest.CaptureF
         ("tune tied --html no/t.html", "--html: cannot write 'no/t.html'; name a file in a writable folder"),
         ("explain tied --link case.json", "--link: expected --profile FILE with it, which 'ddpopt tune"),
         ("tune tied --link cut", "--link: cannot read 'cut': [Errno 21] Is a directory: 'cut'; name a file"),
+        ("tune tied --world-size 8,1", "--world-size: expected numbers of 2 or more, such as 8,64,512, got"),
+        ("tune tied --world-size=", "--world-size: expected numbers of 2 or more, such as 8,64,512, got ''"),
+        ("tune tied --world-size 8 --link link.json", "expected a link of 2 or more ranks, got one of 1"),
         (
-            "tune tied --world-size 8,1",
-            "--world-size: expected numbers of 2 or more, such as 8,64,512, got '8,1'",
+            "tune tied --world-size 8 --nproc 1",
+            "--world-size: expected a link of 2 or more ranks, got one of",
+        ),
+        (
+            "tune tied --link old.json",
+            "format 1, which another version wrote; this one has 2. Measure it again",
+        ),
+        ("tune tied --backend nosuch", "expected the name of a Dynamo backend, got 'nosuch'; known"),
+        ("tune tied --most-mb 0", "--most-mb: expected a positive number, got 0.0"),
+        ("tune tied --trace x --html ./x", "--html: './x' is also the file of --trace; name another"),
+        ("tune tied --trace=", "--trace: cannot write ''; name a file in a writable folder"),
+        (
+            "verify tied --json v.md --report v.md",
+            "--report: 'v.md' is also the file of --json; name another",
+        ),
+        (
+            "minimize case.json --json a.py --out a.py",
+            "--out: 'a.py' is also the file of --json; name another",
         ),
         ("link --nproc 0", "expected at least one rank, got 0"),
         ("gate --baseline b.json --nproc 3", "--nproc: the baseline was measured with 2, got 3"),

@@ -19,6 +19,7 @@ from ddpopt.planning.bucket_rule import specs_from_module
 from ddpopt.planning.plan import Plan
 from ddpopt.tuning.records import Gradient, Link, Profile
 from ddpopt.tuning.simulate import simulate
+from ddpopt.tuning.tune import plan_of
 from tests.unit.rehearsing import Linears, explained, params, rows
 
 TWO = Tally(2, 2, 0, 1, 0, 0)
@@ -157,24 +158,34 @@ def test_a_profile_adds_the_step_that_it_predicts(tmp_path: Path) -> None:
     specs = {spec.name: spec for spec in specs_from_module(corpus.case("keyword").model())}
     order = [specs[name] for bucket in explanation.plan.buckets for name in bucket.params]
     ready = tuple(Gradient(spec, 0.02 * place) for place, spec in enumerate(order))
-    profile = Profile(ready, 0.1, 0.3, 0.05, "eager", 2, {})
+    profile = Profile(ready, 0.1, 0.3, 0.05, "inline", 2, {"torch": torch.__version__})
+    plan = plan_of([order], "tuned")
+    tuned = {**json.loads(plan.to_json()), "profile": json.loads(profile.to_json())}
     for record in (profile, link):
         (tmp_path / type(record).__name__).write_text(record.to_json())
-    shown = explanation.predicted(str(tmp_path / "Profile"), str(tmp_path / "Link"))
+    (tmp_path / "both").write_text(json.dumps(tuned))
+    shown = explanation.predicted(specs.values(), str(tmp_path / "both"), str(tmp_path / "Link"))
     assert_expected_inline(
         str(shown).removeprefix(f"{explanation}\n\n"),
         """\
-Step 485.5 ms; communication that nothing hides: 35.5 ms
-compute     fffffffffbbbbbbbbbbbbbbbbbbbbbbbbbbbbbb...uuuuuu
-network                    ==                      ####
-bucket 0                   ==
-bucket 1                                           ####
-f forward, b backward, . waiting, u update; - complete, =
-sent while backward computes, # exposed""",
+explained: 485.5 ms, 35.5 ms exposed
+compute  ffffffffffbbbbbbbbbbbbbbbbbbbbbbbbbbbbbb....uuuuuu
+network                  00                      #####
+tuned: 497.3 ms, 47.3 ms exposed
+compute  ffffffffffbbbbbbbbbbbbbbbbbbbbbbbbbbbbbb.....uuuuuu
+network                                          ######
+f forward, b backward, . waiting, u update; # exposed;
+the last digit of a bucket: sent while backward computes""",
     )
-    assert json.loads(shown.to_json())["timeline"]["step_s"] == simulate(shown.plan, profile, link).step_s
+    steps = json.loads(shown.to_json())["timelines"]
+    for name, of in {"explained": shown.plan, "tuned": plan}.items():
+        assert steps[name]["step_s"] == simulate(of, profile, link).step_s
+    alone = explanation.predicted(specs.values(), str(tmp_path / "Profile"), str(tmp_path / "Link"))
+    assert [*alone.timelines] == ["explained"]
     with pytest.raises(UsageError, match=r"^--profile: cannot read 'absent'"):
-        explanation.predicted("absent")
+        explanation.predicted(specs.values(), "absent")
+    with pytest.raises(UsageError, match="Profile: measured for something else"):
+        explanation.predicted([*specs.values()][1:], str(tmp_path / "Profile"))
 
 
 def test_a_case_that_draws_its_weights_leaves_the_callers_generator_alone() -> None:

@@ -1,24 +1,26 @@
 """What was measured, as JSON: read back equal, or refused with what is wrong."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+import ddpopt
+from ddpopt.ddp.impose import imposed_plan
 from ddpopt.errors import UsageError
-from ddpopt.planning.bucket_rule import ParamSpec
-from ddpopt.tuning.records import Gradient, Link, Profile, Stored, plan_of
+from ddpopt.planning.bucket_rule import ParamSpec, specs_from_ddp
+from ddpopt.tuning.records import Gradient, Link, Profile
+from ddpopt.tuning.simulate import simulate
+from ddpopt.tuning.stored import Stored
+from ddpopt.tuning.tune import plan_of, tune
 
-SPECS = [ParamSpec(f"p{index}", 4 * index, "float32", "cpu") for index in range(6)]
-PROFILE = Profile(
-    tuple(Gradient(spec, 0.1) for spec in SPECS),
-    1.0,
-    2.0,
-    3.0,
-    "inline",
-    2,
-    {"torch": str(torch.__version__)},
-)
+GRADIENT = Gradient(ParamSpec("p", 4, "float32", "cpu"), 0.1)
+PROFILE = Profile((GRADIENT,), 1.0, 2.0, 3.0, "inline", 2, {"torch": str(torch.__version__)})
 LINK = Link(1e-4, 1e-9, 0.0, 1.0, 0.05, "gloo", 2, {})
 
 
@@ -30,9 +32,9 @@ def test_what_was_stored_is_read_back_equal_and_nothing_else_is_read(stored: Sto
         "{": f"expected a {kind} that ddpopt wrote, got something else: JSONDecodeError: Expecting",
         "[]": f"expected a {kind} that ddpopt wrote, got something else: AttributeError: 'list'",
         text.replace("world_size", "ranks"): "unexpected keyword argument 'ranks'. Measure it again",
-        text.replace(
-            f'"ddpopt_{kind}": 1', f'"ddpopt_{kind}": 2'
-        ): "ValueError: another format than 1. Measure",
+        text.replace(f'"ddpopt_{kind}": 2', f'"ddpopt_{kind}": 1'): (
+            "ValueError: format 1, which another version wrote; this one has 2. Measure it again"
+        ),
         text.replace('"ready_s"', '"at"').replace('"backend": "gloo"', '"x": 1'): ". Measure it again",
         text.replace('"world_size": 2', '"world_size": 0'): "ValueError: world_size is 0. Measure",
         text.replace("0.1", "NaN").replace('"busy": 1.0', '"busy": 0.5'): "ValueError: ",
@@ -43,19 +45,36 @@ def test_what_was_stored_is_read_back_equal_and_nothing_else_is_read(stored: Sto
             type(stored).from_json(given, "--link a.json: ")
         assert str(caught.value).startswith(f"--link a.json: expected a {kind}")
         assert said in str(caught.value)
+    with pytest.raises(UsageError, match="the plan and the profile are of different models"):
+        simulate(plan_of([[replace(GRADIENT.spec, nbytes=8)]], ""), PROFILE, LINK)
 
 
-def test_a_profile_of_something_else_is_refused_with_what_differs() -> None:
-    PROFILE.require_fit(plan_of([SPECS[::2], SPECS[1::2]], ""), 2)
-    here = plan_of([[ParamSpec("p0", 8, "float64", "cpu")], SPECS[4:]], "")
+def test_a_tuned_plan_is_used_only_where_it_fits_and_the_error_has_each_difference(
+    tmp_path: Path, one_rank_group: None
+) -> None:
+    ddp, link, file = DistributedDataParallel(nn.Linear(3, 2)), replace(LINK, world_size=1), tmp_path / "a"
+    weight, bias = (Gradient(spec, 0.1) for spec in specs_from_ddp(ddp))
+
+    def compiled(link: Link, **changed: Any) -> None:
+        profile = replace(PROFILE, gradients=(weight, bias), **changed)
+        records = {type(record).__name__.lower(): json.loads(record.to_json()) for record in (profile, link)}
+        file.write_text(json.dumps({**json.loads(tune(profile, link).to_json()), **records}))
+        ddpopt.compile(ddp, backend="eager", plan=file)
+
+    compiled(link)
+    assert imposed_plan(ddp) == tune(replace(PROFILE, gradients=(weight, bias)), link)
+    weight, bias = (
+        replace(weight, spec=ParamSpec("weight", 8, "bfloat16", "cuda:1")),
+        replace(bias, spec=replace(bias.spec, sparse=True)),
+    )
     with pytest.raises(UsageError) as caught:
-        replace(PROFILE, measured={"torch": "2.0"}).require_fit(here, 8)
+        compiled(LINK, measured={"torch": "2.0+cpu"}, strategy="eager")
     assert str(caught.value) == (
-        "the profile is of something else:\n"
-        f"  - torch: 2.0, here {torch.__version__}\n"
-        "  - number of ranks: 2, here 8\n"
-        "  - bytes of all gradients: 60, here 44\n"
-        "  - parameter 'p0': float32, here float64\n"
-        "  - parameter 'p1': float32, here none\n"
-        "  - and 2 more"
+        f"plan {file}: measured for something else:\n"
+        f"  - torch: 2.0, here {torch.__version__.partition('+')[0]}\n"
+        "  - device: cuda, here cpu\n"
+        "  - strategy: eager, here inline\n"
+        "  - ranks: 2, here 1\n"
+        "  - parameter 'weight': 8 bytes of bfloat16, here 24 bytes of float32\n"
+        "  - and 1 more"
     )
