@@ -6,6 +6,7 @@ import itertools
 import json
 import logging
 import os
+import time
 import re
 from dataclasses import replace
 from datetime import timedelta
