@@ -6,8 +6,8 @@ import itertools
 import json
 import logging
 import os
-import time
 import re
+import time
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -155,7 +155,7 @@ def accumulating(*_: object) -> None:
 
 def late(*_: object) -> None:
     if dist.get_rank() == 1:
-        time.sleep(4.0)
+        time.sleep(2.0)
 
 
 EVENTS = (hooked, renamed, joined, accumulating, late)
@@ -186,7 +186,7 @@ def test_whatever_ends_the_tuning_gradients_are_those_of_ddp_and_the_buckets_are
 ) -> None:
     for key, value in {**FEW, "WORTH": float("inf")}.items():
         monkeypatch.setattr(compiling, key, value)
-    monkeypatch.setattr(recording, "patience", lambda _: timedelta(seconds=2))
+    monkeypatch.setattr(recording, "patience", lambda _: timedelta(seconds=1))
     for at in (7, 10):
         torch._dynamo.reset()
         unused = UNUSED if event is accumulating else {}
