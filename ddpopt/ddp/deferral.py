@@ -260,24 +260,12 @@ class PendingLogger:
 
     @outside_dynamo
     def __getattr__(self, name: str) -> Any:
+        if name in ("set_runtime_stats_and_log", "_set_uneven_input_join"):
+            self.deferral.arm()  # a forward that will be synchronized begins, or join()
+        elif name == "_set_comm_hook_name":
+            ddp: Any = self.deferral.ddp()
+            ddp.reducer = self.deferral.reducer  # until the next forward
         return getattr(self.deferral.logger, name)
-
-    @outside_dynamo
-    def set_runtime_stats_and_log(self) -> None:
-        """Arm the deferral: a forward that will be synchronized begins."""
-        self.deferral.arm()
-        self.deferral.logger.set_runtime_stats_and_log()
-
-    @outside_dynamo
-    def _set_uneven_input_join(self) -> None:
-        self.deferral.arm()
-        self.deferral.logger._set_uneven_input_join()
-
-    @outside_dynamo
-    def _set_comm_hook_name(self, name: str) -> None:
-        ddp: Any = self.deferral.ddp()
-        ddp.reducer = self.deferral.reducer  # until the next forward
-        self.deferral.logger._set_comm_hook_name(name)
 
 
 def patience(process_group: dist.ProcessGroup) -> timedelta:

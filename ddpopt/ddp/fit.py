@@ -95,10 +95,8 @@ def _under_way(ddp: Any) -> str:
         return "the module's forward is running; call this before or after it"
     if _awaits_backward(ddp):
         return (
-            "a static graph's forward may still need its backward; call this before the first forward"
-            if ddp.static_graph
-            else "the module's last synchronized forward has had no backward yet; run its backward first, or "
-            "run forwards that need none under torch.no_grad()"
+            "a synchronized forward still needs its backward; run it first, or run forwards that need none "
+            "under torch.no_grad(). A static graph's buckets can only be set before its first forward"
         )
     return ACCUMULATES if accumulates(ddp) else ""
 
@@ -123,8 +121,7 @@ def _awaits_backward(ddp: Any) -> bool:
     ddp.reducer._set_ddp_runtime_logging_sample_rate(DEFAULT_SAMPLE_RATE)
     noted = ddp._get_ddp_logging_data()
     # A static graph's first backward is reduced by a node that only forwards before it have.
-    reduced = not ddp.static_graph and noted.get("num_buckets_reduced")
-    return bool(noted.get("iteration", 0) > 0 and not reduced)
+    return bool(noted.get("iteration") and (ddp.static_graph or not noted.get("num_buckets_reduced")))
 
 
 def require_fit(ddp: DistributedDataParallel, plan: Plan) -> None:

@@ -97,7 +97,10 @@ def unused_step(ddp: DistributedDataParallel, step: int, ranks: Ranks) -> Tensor
 
 
 REFUSED = {
-    "static graph": (SETTINGS["static graph"], "a static graph's forward may still need its backward"),
+    "static graph": (
+        SETTINGS["static graph"],
+        "A static graph's buckets can only be set before its first forward",
+    ),
     "bucket view": (
         SETTINGS["bucket view"],
         "with gradient_as_bucket_view, a gradient's memory would change",

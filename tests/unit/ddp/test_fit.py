@@ -146,9 +146,9 @@ def test_a_static_graph_has_one_good_moment_before_its_first_forward() -> None:
     assert moment() == ""
     for _ in range(2):
         output = output_of(ddp)
-        assert "a static graph's forward may still need its backward" in moment()
+        assert "A static graph's buckets can only be set before its first forward" in moment()
         torch.autograd.backward(output)
-        assert "a static graph's forward may still need its backward" in moment()
+        assert "A static graph's buckets can only be set before its first forward" in moment()
 
 
 @pytest.mark.parametrize("arguments", [{}, {"find_unused_parameters": True}])
@@ -169,8 +169,9 @@ def test_between_iterations_is_a_good_moment_and_between_forward_and_backward_a_
         ddp(torch.ones(1, 2))
     assert {*good, moment()} == {""}
     assert bad == {
-        "the buckets cannot change now: the module's last synchronized forward has had no backward yet; "
-        "run its backward first, or run forwards that need none under torch.no_grad()"
+        "the buckets cannot change now: a synchronized forward still needs its backward; run it first, or "
+        "run forwards that need none under torch.no_grad(). A static graph's buckets can only be set before "
+        "its first forward"
     }
 
 
