@@ -52,19 +52,7 @@ def step(ddp: Any, **arguments: Any) -> None:
 
 def plan_of(specs: Sequence[Sequence[ParamSpec]]) -> Plan:
     """A plan with these buckets and nothing else."""
-    buckets = [
-        Bucket(
-            index=index,
-            params=tuple(spec.name for spec in bucket),
-            nbytes=sum(spec.nbytes for spec in bucket),
-            dtype=bucket[0].dtype,
-            device=bucket[0].device,
-            segment=0,
-            reason="drawn",
-        )
-        for index, bucket in enumerate(specs)
-    ]
-    return Plan(tuple(buckets), (), ())
+    return Plan(tuple(Bucket.of(index, bucket, 0, "drawn") for index, bucket in enumerate(specs)), (), ())
 
 
 def arbitrary_plan(ddp: DistributedDataParallel, seed: int) -> Plan:
