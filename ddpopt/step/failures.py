@@ -1,0 +1,103 @@
+"""Errors of a capture, told with the user's line; and comparing steps between ranks.
+
+Invariant: of the ranks that agree for the first time, all capture the same collectives, or all raise.
+"""
+
+import contextlib
+import linecache
+import os
+import traceback
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+import ddpopt.errors
+from ddpopt.ddp.deferral import LONGEST_WAIT
+from ddpopt.ddp.plan_exchange import exchange_plans, plan_difference, same_buckets
+from ddpopt.errors import DdpoptError, PlanMismatchError, UnsupportedError
+from ddpopt.planning.plan import Plan
+
+WHAT = "ddpopt.train_step"
+LIBRARIES = tuple(
+    os.path.dirname(module.__file__ or "") + os.sep for module in (torch, contextlib, ddpopt.errors)
+)
+DEPENDS = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
+
+
+@contextlib.contextmanager
+def told(name: str) -> Iterator[None]:
+    """Say of an error inside this block which of the user's lines it is about.
+
+    Args:
+        name: of the user's function.
+
+    Raises:
+        UnsupportedError: the block raised an error that is not ddpopt's own.
+    """
+    try:
+        yield
+    except DdpoptError:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+        if isinstance(error, DEPENDS):
+            reason = (
+                f"it reads values of a tensor ({error.args[0]}), which are not known while the step is captured. "
+                "Return the tensor and read it after the step, or choose with torch.where instead of a branch"
+            )
+        raise UnsupportedError(
+            f"{WHAT}: {name} cannot be captured as one graph. {_where(error)}{reason}. "
+            "fallback='inline' runs the function in eager around ddpopt.compile(model)"
+        ) from error
+
+
+def _where(error: BaseException) -> str:
+    """The innermost line of the user's code in an error's traceback."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _of_library(frame.filename)]
+    if not frames:
+        return ""
+    last = frames[-1]
+    code = linecache.getline(last.filename, last.lineno or 0).strip()
+    return f"{last.filename}:{last.lineno}, in {last.name}: `{code}`: "
+
+
+def _of_library(path: str) -> bool:
+    return path.startswith(LIBRARIES) or path.startswith("<")
+
+
+def compare(groups: Sequence[Any], plans: Sequence[Plan], problem: Exception | None) -> None:
+    """Compare the plans of a step with those of the other ranks.
+
+    Args:
+        groups: the process group of each DDP module.
+        plans: the plan of each; of no meaning if there is a problem.
+        problem: why this rank has no plans.
+
+    Raises:
+        PlanMismatchError: another rank has other plans, or failed.
+        InfrastructureError: another rank did not answer in time.
+    """
+    for place, group in enumerate(groups):
+
+        def decide(place: int = place) -> Plan:
+            if problem is not None:
+                raise problem
+            return plans[place]
+
+        try:
+            found = exchange_plans(group, WHAT, decide, LONGEST_WAIT)
+        except DdpoptError:
+            if problem is None:
+                raise
+            continue  # the other groups must hear of it too
+        if not same_buckets(found):
+            raise PlanMismatchError(
+                f"{WHAT}: the ranks' steps do not average the same gradients:\n{plan_difference(found)}\n"
+                "All ranks must take the same branches. Where they cannot, use ddpopt.compile(model), or "
+                "fallback='inline'"
+            )
+    if problem is not None:
+        raise problem
