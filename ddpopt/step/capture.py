@@ -32,6 +32,7 @@ from ddpopt.step.outcome import Outcome, read_outcome
 from ddpopt.step.reach import Reached, reach
 from ddpopt.step.replicas import Averaged, Replica, find_replicas, replicated, require_all_used
 
+FLAG = "require_forward_param_sync"
 Dynamic = Mapping[int, frozenset[int]]
 """Dimensions that may change without recompilation, by index of the tensor."""
 
@@ -244,13 +245,17 @@ def _unchanged(call: Call, stage: _Stage, replicas: Sequence[Replica]) -> Iterat
     Raises:
         UsageError: it does; the message names what.
     """
-    broadcasts = [(each.ddp, each.ddp.require_forward_param_sync) for each in replicas]
     drawn, python = torch.get_rng_state(), random.getstate()
     before = call.inputs().plain
-    try:
-        yield
-        changed = [name for name, value in call.inputs().plain.items() if before.get(name, value) != value]
-        changed += stage.changed
+    with contextlib.ExitStack() as stack:
+        stack.callback(torch.set_rng_state, drawn)
+        stack.callback(random.setstate, python)
+        with contextlib.ExitStack() as flags:  # the outcome of the step sets them
+            for each in replicas:
+                flags.callback(setattr, each.ddp, FLAG, getattr(each.ddp, FLAG))
+            yield
+        now = call.inputs().plain
+        changed = [name for name, value in now.items() if before.get(name, value) != value] + stage.changed
         if not torch.equal(torch.get_rng_state(), drawn):
             changed.append("the state of torch's generator")
         if random.getstate() != python:
@@ -260,11 +265,6 @@ def _unchanged(call: Call, stage: _Stage, replicas: Sequence[Replica]) -> Iterat
                 f"train_step: the step changes {', '.join(changed[:4])}, which its graph cannot do again in "
                 "each step; do it before or after the step, or return the value"
             )
-    finally:
-        for ddp, value in broadcasts:
-            ddp.require_forward_param_sync = value
-        torch.set_rng_state(drawn)
-        random.setstate(python)
 
 
 def _require_supported_optimizers(inputs: Inputs) -> None:

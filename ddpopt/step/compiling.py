@@ -23,8 +23,13 @@ from ddpopt.graph.nodes import CompilerFn
 from ddpopt.inline.inductor import is_inductor
 from ddpopt.step.capture import Captured
 from ddpopt.step.numbers import as_tensors
+from ddpopt.step.schedule import Schedule
 
-IN_ORDER = {"reorder_for_locality": False, "reorder_for_peak_memory": False}
+IN_ORDER: dict[str, Any] = {
+    "reorder_for_locality": False,
+    "reorder_for_peak_memory": False,
+    "post_grad_custom_post_pass": Schedule(),
+}
 
 
 def compile_step(captured: Captured, backend: str | CompilerFn) -> Callable[..., Any]:

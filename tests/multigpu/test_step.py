@@ -1,0 +1,254 @@
+"""The strategy step on several ranks: everything that an eager step leaves, bit for bit, and the plan's buckets."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.utils._pytree import tree_leaves
+
+import ddpopt
+from ddpopt.errors import DdpoptError, PlanMismatchError, UsageError
+from ddpopt.ranks.group import Ranks
+
+WIDTH, ROUNDS, CAP_MB = 12, 5, 6e-4
+Make = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+class Net(nn.Module):
+    """Layers with everything that a step may find: dropout, BatchNorm, an unused and a frozen parameter."""
+
+    def __init__(self, drop: float = 0.0, norm: bool = False, unused: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.norm = nn.BatchNorm1d(WIDTH) if norm else nn.Identity()
+        self.drop = nn.Dropout(drop)
+        self.spare = nn.Linear(WIDTH, WIDTH) if unused else None
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, WIDTH) to the same shape."""
+        for layer in self.layers:
+            x = self.drop(torch.tanh(self.norm(layer(x))))
+        return self.frozen(x)  # type: ignore[no-any-return]
+
+
+def sgd(**options: Any) -> Make:
+    return lambda model: torch.optim.SGD(model.parameters(), **{"lr": 0.1, **options})
+
+
+def two_groups(model: nn.Module) -> torch.optim.Optimizer:
+    weights = [each for name, each in model.named_parameters() if name.endswith("weight")]
+    biases = [each for name, each in model.named_parameters() if name.endswith("bias")]
+    groups = [{"params": weights, "weight_decay": 0.1}, {"params": biases, "lr": 0.01}]
+    return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+
+
+def loss_of(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.mse_loss(model(x), y)
+
+
+def plain(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    loss = loss_of(model, x, y)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def by_norm(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    loss = loss_of(model, x, y)
+    loss.backward()
+    norm = clip_grad_norm_(model.parameters(), 0.05)
+    optimizer.step()
+    optimizer.zero_grad()
+    return {"loss": loss.detach(), "norm": norm}
+
+
+def by_value(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    optimizer.zero_grad()
+    loss = loss_of(model, x, y)
+    loss.backward()
+    clip_grad_value_(model.parameters(), 0.001)
+    optimizer.step()
+    return loss.detach()
+
+
+def accumulated(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    with model.no_sync():
+        for part in range(2):
+            (loss_of(model, x * part, y) / 3).backward()
+    loss = loss_of(model, x, y) / 3
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def in_place_zeroed(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    loss = loss_of(model, x, y)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    return [loss.detach(), x.shape[0]]
+
+
+def cast(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = loss_of(model, x, y)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def two_losses(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    output = model(x)
+    near, small = nn.functional.mse_loss(output, y), output.abs().mean()
+    (near + 0.1 * small).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return near.detach(), small.detach()
+
+
+def checkpointed(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    run = torch.utils.checkpoint.checkpoint
+    loss = nn.functional.mse_loss(run(model, x, use_reentrant=False, preserve_rng_state=False), y)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+@dataclass(frozen=True)
+class Way:
+    """A model, its optimizer and a step."""
+
+    step: Callable[..., Any] = plain
+    optimizer: Make = field(default_factory=lambda: sgd(momentum=0.9))
+    model: dict[str, Any] = field(default_factory=dict)
+    ddp: dict[str, Any] = field(default_factory=dict)
+    tolerance: float = 0.0
+    between: Callable[[Any, Any, int], None] = lambda *_: None
+    rows: Callable[[int], int] = lambda _: 6
+    graphs: int = 2
+
+
+def halve(_: Any, optimizer: Any, step: int) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.5 + 0.1 * step
+
+
+def reload(model: Any, optimizer: Any, step: int) -> None:
+    if step == 2:
+        model.load_state_dict({key: value * 0.5 for key, value in model.state_dict().items()})
+        optimizer.load_state_dict(optimizer.state_dict())
+
+
+def evaluate(model: Any, _: Any, step: int) -> None:
+    if step == 1:
+        model.eval()
+        with torch.no_grad():
+            model(torch.ones(3, WIDTH))
+        model.train()
+
+
+def adam(kind: Any, **options: Any) -> Make:
+    return lambda model: kind(model.parameters(), **{"lr": 0.01, **options})
+
+
+optim = torch.optim
+WAYS = {
+    "plain": Way(optimizer=sgd(), graphs=1),
+    "momentum": Way(),
+    "all of SGD": Way(optimizer=sgd(momentum=0.9, dampening=0.3, weight_decay=0.1, maximize=True)),
+    "nesterov, foreach": Way(optimizer=sgd(momentum=0.9, nesterov=True, foreach=True)),
+    "two groups": Way(optimizer=two_groups, between=halve),
+    "Adam": Way(optimizer=adam(optim.Adam), tolerance=1e-4, between=halve),
+    "AdamW, foreach": Way(optimizer=adam(optim.AdamW, foreach=True), tolerance=1e-4, between=halve),
+    "AMSGrad": Way(optimizer=adam(optim.Adam, amsgrad=True, weight_decay=0.1), tolerance=1e-4),
+    "Adagrad": Way(optimizer=adam(optim.Adagrad, lr_decay=0.1), tolerance=1e-4, between=halve, graphs=1),
+    "Adagrad, foreach": Way(optimizer=adam(optim.Adagrad, foreach=True), tolerance=1e-4, graphs=1),
+    "norm": Way(by_norm),
+    "value": Way(by_value),
+    "accumulation": Way(accumulated, model={"norm": True}),
+    "zeroed in place": Way(in_place_zeroed, sgd(), graphs=2),
+    "autocast": Way(cast),
+    "two losses": Way(two_losses),
+    "dropout": Way(model={"drop": 0.3}),
+    "BatchNorm": Way(model={"norm": True}, between=evaluate, graphs=3),
+    "unused": Way(model={"unused": True}, ddp={"find_unused_parameters": True}),
+    "static graph, views": Way(
+        model={"unused": True}, ddp={"static_graph": True, "gradient_as_bucket_view": True}
+    ),
+    "learning rate": Way(optimizer=sgd(), between=halve, graphs=1),
+    "reloaded": Way(between=reload),
+    "batch size": Way(optimizer=sgd(), rows=lambda step: (6, 6, 5, 4, 7)[step], graphs=2),
+    "checkpoint": Way(checkpointed),
+}
+
+
+def left(model: Any, optimizer: Any) -> Any:
+    """Everything that training leaves."""
+    state = [optimizer.state[each] for each in model.parameters() if each in optimizer.state]
+    gradients = [each.grad for each in model.parameters()]
+    return [*model.parameters(), *model.buffers(), state, gradients]
+
+
+def trained(way: Way, ranks: Ranks, decorate: Callable[[Any], Any]) -> Iterator[Any]:
+    """Everything that each step returns and leaves."""
+    torch._dynamo.reset()
+    model = DDP(Net(**way.model), bucket_cap_mb=CAP_MB, **way.ddp)
+    optimizer, step = way.optimizer(model), decorate(way.step)
+    for place in range(ROUNDS):
+        torch.manual_seed(10 * place + ranks.rank)
+        x, y = torch.randn(2, way.rows(place), WIDTH).unbind()
+        returned = step(model, optimizer, x, y)
+        yield [
+            value.clone() if isinstance(value, Tensor) else value
+            for value in tree_leaves([returned, left(model, optimizer)])
+        ]
+        way.between(model, optimizer, place)
+
+
+def equal(ranks: Ranks, found: Any, expected: Any, tolerance: float) -> list[str]:
+    """What differs, on any rank."""
+    wrong = []
+    for step, (mine, its) in enumerate(zip(found, expected, strict=True)):
+        for place, (one, other) in enumerate(zip(mine, its, strict=True)):
+            if isinstance(one, Tensor) and isinstance(other, Tensor):
+                close = (
+                    torch.allclose(one, other, rtol=tolerance, atol=tolerance)
+                    if tolerance
+                    else torch.equal(one, other)
+                )
+                if not (close and one.dtype == other.dtype and one.stride() == other.stride()):
+                    wrong.append(f"step {step}, value {place}: {one} is not {other}")
+            elif type(one) is not type(other) or one != other:
+                wrong.append(f"step {step}, value {place}: {one!r} is not {other!r}")
+    return [each for one in ranks.gather(wrong) for each in one]
+
+
+@pytest.mark.parametrize("fusion", ["concat", "coalesced"])
+@pytest.mark.parametrize("name", WAYS)
+def test_a_step_leaves_what_eager_leaves(ranks: Ranks, name: str, fusion: Any) -> None:
+    way = WAYS[name]
+    expected = [*trained(way, ranks, lambda step: step)]
+    made: list[Any] = []
+
+    def decorate(step: Any) -> Any:
+        made.append(ddpopt.train_step(step, backend="aot_eager", fusion=fusion))
+        return made[0]
+
+    found = [*trained(way, ranks, decorate)]
+    assert not equal(ranks, found, expected, way.tolerance)
+    assert len(made[0].graphs) == way.graphs
