@@ -17,7 +17,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 import ddpopt.errors
 from ddpopt.ddp.deferral import LONGEST_WAIT
 from ddpopt.ddp.plan_exchange import exchange_plans, plan_difference, same_buckets
-from ddpopt.errors import DdpoptError, PlanMismatchError, UnsupportedError
+from ddpopt.errors import DdpoptError, PlanMismatchError, UnsupportedError, UsageError
 from ddpopt.planning.plan import Plan
 
 WHAT = "ddpopt.train_step"
@@ -39,17 +39,20 @@ def told(name: str) -> Iterator[None]:
     """
     try:
         yield
+    except UsageError as error:
+        where = _where(error)
+        raise type(error)(f"{error}. {where.rstrip(': ')}" if where else str(error)) from error
     except DdpoptError:
         raise
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
         if isinstance(error, DEPENDS):
             reason = (
-                f"it reads values of a tensor ({error.args[0]}), which are not known while the step is captured. "
-                "Return the tensor and read it after the step, or choose with torch.where instead of a branch"
+                "it depends on values of a tensor, which are not known while the step is captured; return the "
+                "tensor and read it after the step, or use torch.where instead of a branch"
             )
         raise UnsupportedError(
-            f"{WHAT}: {name} cannot be captured as one graph. {_where(error)}{reason}. "
+            f"{WHAT}: {name} cannot be captured as one graph. {_where(error)}{reason}\n"
             "fallback='inline' runs the function in eager around ddpopt.compile(model)"
         ) from error
 

@@ -252,3 +252,39 @@ def test_a_step_leaves_what_eager_leaves(ranks: Ranks, name: str, fusion: Any) -
     found = [*trained(way, ranks, decorate)]
     assert not equal(ranks, found, expected, way.tolerance)
     assert len(made[0].graphs) == way.graphs
+
+
+def of_mixed_kinds(ranks: Ranks) -> tuple[list[Any], Callable[..., Any]]:
+    """Two models on groups of their own, one of mixed dtypes and tied; closed over, with two optimizers."""
+    torch.manual_seed(5)
+    groups = [dist.new_group([*range(ranks.size)]) for _ in range(2)]
+    tied = Net()
+    tied.layers[3].weight = tied.layers[0].weight
+    models = [
+        DDP(tied.double() if place else Net(), process_group=group, bucket_cap_mb=CAP_MB)
+        for place, group in enumerate(groups)
+    ]
+    models[0].module.frozen.to(torch.float64)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in models]
+
+    class Trainer:
+        scale = 0.5
+
+        def __init__(self) -> None:
+            self.seen = 0
+
+        def step(self, x: Tensor) -> Any:
+            first, second = models
+            made = first.module.layers[0](x).sigmoid().double()
+            critic = second(made.detach()).square().mean() * self.scale
+            critic.backward()
+            optimizers[1].step()
+            optimizers[1].zero_grad()
+            loss = second.module(first(x).double()).mean()
+            loss.backward()
+            optimizers[0].step()
+            for each in optimizers:
+                each.zero_grad()
+            return critic.detach(), loss.detach()
+
+    return [*models, *optimizers], Trainer().step
