@@ -6,8 +6,8 @@ function would; or an error says why not, and nothing has changed.
 
 import functools
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -22,6 +22,7 @@ from ddpopt.step.compiling import compile_step
 from ddpopt.step.failures import WHAT, compare, told
 from ddpopt.step.fallback import Inline
 from ddpopt.step.lift import Inputs
+from ddpopt.step.overrides import Override, Transform, passed
 
 MOST = 16
 """Graphs of one step function."""
@@ -66,6 +67,8 @@ class Settings:
     backend: str | CompilerFn
     fusion: Fusion
     fallback: Fallback | None
+    overrides: tuple[Override, ...]
+    transform: Transform | None
 
 
 class TrainStep:
@@ -120,6 +123,9 @@ class TrainStep:
         dynamic = self._changing(inputs)
         captured, plans = self._agree(call, inputs, dynamic)
         insert_collectives(captured, plans, self._settings.fusion)
+        if (transform := self._settings.transform) is not None:
+            gm = captured.gm
+            captured = replace(captured, gm=passed(lambda: transform(gm), gm, f"{WHAT}(transform=...)"))
         run = captured.gm if captured.outcome.initializes else compile_step(captured, self._settings.backend)
         condition = captured.env.produce_guards_expression([*captured.fakes]) if dynamic else ""
         self.graphs.append(Graph(captured, plans, run, inputs, inputs.sizes, condition or ""))
@@ -161,8 +167,10 @@ class TrainStep:
         plans: tuple[Plan, ...] = ()
         try:
             with told(getattr(call.function, "__qualname__", repr(call.function))):
-                captured = capture(call, inputs, dynamic)
-                plans = plan_step(captured)
+                captured = capture(call, inputs, dynamic, self._settings.overrides)
+            for override in self._settings.overrides:
+                captured = _overridden(captured, inputs, override)
+            plans = plan_step(captured)
         except DdpoptError as error:
             problem = error
         key = tuple(tuple(bucket.params for bucket in plan.buckets) for plan in plans)
@@ -175,11 +183,20 @@ class TrainStep:
         return captured, plans
 
 
+def _overridden(captured: Captured, inputs: Inputs, override: Override) -> Captured:
+    gm, names = captured.gm, [node.name for node in captured.gm.graph.find_nodes(op="placeholder")]
+    state = dict(zip(names[len(inputs.numbers) :], inputs.tensors, strict=True))
+    what = f"{type(override).__name__}.transform"
+    return replace(captured, gm=passed(lambda: override.transform(gm, state), gm, what))
+
+
 def train_step(
     function: Callable[..., Any] | None = None,
     *,
     backend: str | CompilerFn = "inductor",
     fusion: Fusion = "concat",
+    overrides: Sequence[Override] = (),
+    transform: Transform | None = None,
     fallback: Fallback | None = None,
 ) -> Any:
     """Run a train step as one graph: forward, loss, backward, all-reduces and optimizer.
@@ -189,6 +206,9 @@ def train_step(
             that it reads. Without it, a decorator is returned.
         backend: name of a Dynamo backend, or a callable ``(gm, example_inputs) -> callable``.
         fusion: ``"concat"``: a bucket's gradients are sent in one buffer; ``"coalesced"``: in one operation.
+        overrides: keep submodules out of the graph, or change the captured graph.
+        transform: a pass over the whole graph, collectives included; their nodes are named after their buckets
+            (``bucket_0_all_reduce``, ``bucket_0_wait``). It runs once for each graph, and returns a graph or None.
         fallback: ``"inline"``: a step that cannot be captured runs in eager around `ddpopt.compile`. By
             default it raises.
 
@@ -206,9 +226,9 @@ def train_step(
     require_choice("fusion", fusion, Fusion)
     if fallback is not None:
         require_choice("fallback", fallback, Fallback)
-    settings = Settings(backend, fusion, fallback)
+    settings = Settings(backend, fusion, fallback, tuple(overrides), transform)
     if function is None:
-        return functools.partial(train_step, backend=backend, fusion=fusion, fallback=fallback)
+        return functools.partial(TrainStep, settings=settings)
     if not callable(function):
         raise UsageError(f"{WHAT}: expected a function, got {function!r}; pass backend= by name")
     return TrainStep(function, settings)

@@ -10,6 +10,7 @@ Invariant: afterwards everything holds the user's own tensors, unchanged, even i
 import contextlib
 import inspect
 import random
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from torch.utils._pytree import tree_map
 from ddpopt.errors import UnsupportedError, UsageError
 from ddpopt.step.lift import Inputs, gather
 from ddpopt.step.outcome import Outcome, read_outcome
+from ddpopt.step.overrides import Override, replacements
 from ddpopt.step.reach import Reached, reach
 from ddpopt.step.replicas import Averaged, Replica, find_replicas, replicated, require_all_used
 
@@ -83,13 +85,14 @@ class Call:
         )
 
 
-def capture(call: Call, inputs: Inputs, dynamic: Dynamic) -> Captured:
+def capture(call: Call, inputs: Inputs, dynamic: Dynamic, overrides: Sequence[Override] = ()) -> Captured:
     """Capture a step as one graph.
 
     Args:
         call: the call to capture.
         inputs: its inputs.
         dynamic: dimensions that may change.
+        overrides: what to replace while the function runs.
 
     Returns:
         The graph, in which each averaged gradient passes through ``ddpopt::average``.
@@ -111,7 +114,7 @@ def capture(call: Call, inputs: Inputs, dynamic: Dynamic) -> Captured:
 
     def run(*_: Any) -> list[Any]:
         args, kwargs = stage.staged((call.args, dict(call.kwargs)))
-        with stage, replicated(replicas, slots, stage.fake_of):
+        with stage, replicated(replicas, slots, stage.fake_of), replaced(replicas, overrides):
             returned = call.function(*args, **kwargs)
             require_all_used(replicas, slots)
             ddps = [each.ddp for each in replicas]
@@ -123,7 +126,24 @@ def capture(call: Call, inputs: Inputs, dynamic: Dynamic) -> Captured:
         gm = make_fx(run, tracing_mode="real", _error_on_data_dependent_ops=True)(*numbers, *fakes)
     for fake in fakes:
         fake.grad = None
+    for node, name in zip(
+        gm.graph.find_nodes(op="placeholder"), (*inputs.numbers, *inputs.names), strict=True
+    ):
+        node._rename(re.sub(r"\W+", "_", name).strip("_"))
+        node.target = node.name
+    gm.recompile()
     return Captured(gm, (*numbers, *fakes), outcomes[0], replicas, slots, env)
+
+
+@contextlib.contextmanager
+def replaced(replicas: Sequence[Replica], overrides: Sequence[Override]) -> Iterator[None]:
+    """In this block submodules are replaced as overrides say."""
+    with contextlib.ExitStack() as stack:
+        for replica in replicas if overrides else ():
+            for held, key, made in [*replacements(replica.ddp.module, overrides)]:
+                stack.callback(held.__setitem__, key, held[key])
+                held[key] = made
+        yield
 
 
 def _symbolic(env: ShapeEnv, name: str, value: float) -> Any:
@@ -261,7 +281,7 @@ def _unchanged(call: Call, stage: _Stage, replicas: Sequence[Replica]) -> Iterat
         if random.getstate() != python:
             changed.append("the state of Python's generator")
         if changed:
-            raise UsageError(
+            raise UnsupportedError(
                 f"train_step: the step changes {', '.join(changed[:4])}, which its graph cannot do again in "
                 "each step; do it before or after the step, or return the value"
             )

@@ -19,7 +19,8 @@ from torch._guards import TracingContext, tracing
 from torch.fx.passes import _tensorify_python_scalars
 
 from ddpopt.dynamo.backend import configured, find_compiler
-from ddpopt.graph.nodes import CompilerFn
+from ddpopt.graph.effects import written_storages
+from ddpopt.graph.nodes import CompilerFn, body_nodes, storages
 from ddpopt.inline.inductor import is_inductor
 from ddpopt.step.capture import Captured
 from ddpopt.step.numbers import as_tensors
@@ -53,9 +54,22 @@ def compile_step(captured: Captured, backend: str | CompilerFn) -> Callable[...,
             fakes[place] = fakes[-1].fake_mode.from_tensor(
                 torch.zeros((), dtype=torch.float64), static_shapes=True
             )
+    _relax_views(gm)
     with _settings(captured):
         run = compiler(gm, fakes)
     return functools.partial(_with_tensors, run, numbers) if inductor else run
+
+
+def _relax_views(gm: fx.GraphModule) -> None:
+    """Make views reshapes, which also take the strides that a compiler chooses.
+
+    Views of memory that is written to stay views: a copy would not see the writes.
+    """
+    written = {key: None for node in body_nodes(gm.graph) for key in written_storages(node)}
+    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+        if not any(key in written for key in storages(node)):
+            node.target = torch.ops.aten.reshape.default
+    gm.recompile()
 
 
 def _with_tensors(run: Callable[..., Any], numbers: int, *inputs: Any) -> Any:

@@ -4,18 +4,15 @@ Invariant: the user's function runs as it is written; only calls of a DDP module
 """
 
 import contextlib
-import logging
 from collections.abc import Iterator
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
+from ddpopt.dynamo.api import compile as ddpopt_compile
 from ddpopt.graph.nodes import CompilerFn
 from ddpopt.step.capture import Call
 from ddpopt.step.reach import reach
-from ddpopt.tuning.compiling import compile as ddpopt_compile
-
-logger = logging.getLogger("ddpopt")
 
 
 class Inline:

@@ -127,8 +127,12 @@ def replicated(
     """
     with contextlib.ExitStack() as stack:
         for slot, averaged in enumerate(slots):
-            hook = _hook(averaged, slot)
-            stack.callback(fake_of(averaged.parameter).register_post_accumulate_grad_hook(hook).remove)
+            fake, own = fake_of(averaged.parameter), averaged.parameter
+            for hook in (own._backward_hooks or {}).values():
+                stack.callback(fake.register_hook(hook).remove)
+            theirs = getattr(own, "_post_accumulate_grad_hooks", None) or {}
+            for hook in (*theirs.values(), _hook(averaged, slot)):
+                stack.callback(fake.register_post_accumulate_grad_hook(hook).remove)
         for replica in replicas:
             stack.enter_context(_forward_replaced(replica))
         yield
@@ -164,8 +168,10 @@ def _forward_replaced(replica: Replica) -> Iterator[None]:
             device = torch.device(ddp.device_type, ddp.device_ids[0])
             inputs, kwargs = tree_map_only(Tensor, lambda each: each.to(device), (inputs, kwargs))
         output = ddp.module(*inputs, **kwargs)
-        if torch.is_grad_enabled():
-            replica.synchronizes = trains
+        if trains:
+            replica.synchronizes = True
+        elif torch.is_grad_enabled() and replica.done:  # its backward is over
+            replica.synchronizes = False
         ddp.require_forward_param_sync = trains
         return output
 
