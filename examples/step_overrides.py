@@ -33,8 +33,7 @@ class Experts(nn.Module):
         result = torch.zeros_like(x)
         for place, layer in enumerate(self.layers):
             rows = (chosen == place).nonzero()[:, 0]
-            if len(rows):
-                result = result.index_add(0, rows, layer(x[rows]) * shares[rows, place, None])
+            result = result.index_add(0, rows, layer(x[rows]) * shares[rows, place, None])
         return result
 
 
