@@ -248,8 +248,12 @@ class Sight:
 
     def reach(self, loss: Tensor) -> None:
         """Record the leaves outside DDP that a loss sends gradients to."""
+        self.reach_leaves(reached(loss))
+
+    def reach_leaves(self, leaves: Iterable[Tensor]) -> None:
+        """Record those of the leaves of a loss that are outside DDP."""
         known = self._parameters() | {id(tensor) for tensor in self._inputs.values()}
-        for leaf in reached(loss):
+        for leaf in leaves:
             if id(leaf) not in known:
                 self._outside[id(leaf)] = leaf
                 self._clear_once(leaf)

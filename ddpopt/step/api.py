@@ -17,7 +17,7 @@ from ddpopt.graph.nodes import CompilerFn
 from ddpopt.planning.plan import Plan
 from ddpopt.planning.strategy import require_choice
 from ddpopt.step.capture import Call, Captured, capture
-from ddpopt.step.collectives import Fusion, insert_collectives, plan_step
+from ddpopt.step.collectives import Fusion, insert_collectives, note_running, plan_step
 from ddpopt.step.compiling import compile_step
 from ddpopt.step.failures import WHAT, compare, told
 from ddpopt.step.fallback import Inline
@@ -108,6 +108,7 @@ class TrainStep:
             return self._inline.run(call)
         if graph.inputs.numbers.keys() != inputs.numbers.keys():  # it was captured just now, for more numbers
             inputs = call.inputs(self._lifted)
+        note_running(graph.captured, graph.plans)
         with torch.no_grad():
             outputs = graph.run(*inputs.numbers.values(), *inputs.tensors)
         ddps = [each.ddp for each in graph.captured.replicas]

@@ -9,6 +9,7 @@ Invariant: no gradient is left alone or sent twice; a bucket has one process gro
 
 import math
 import operator
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -23,8 +24,19 @@ from ddpopt.step.capture import Captured
 from ddpopt.step.replicas import AVERAGE, Averaged, Replica
 
 Fusion = Literal["concat", "coalesced"]
+_running: "weakref.WeakKeyDictionary[Any, Plan]" = weakref.WeakKeyDictionary()
 aten: Any = torch.ops.aten
 functional: Any = torch.ops._c10d_functional
+
+
+def running_plan(ddp: Any) -> Plan | None:
+    """The plan of the step that last trained a DDP module; None if none has."""
+    return _running.get(ddp)
+
+
+def note_running(captured: Captured, plans: Sequence[Plan]) -> None:
+    """Note that a step trains its DDP modules now."""
+    _running.update((each.ddp, plan) for each, plan in zip(captured.replicas, plans, strict=True))
 
 
 def plan_step(captured: Captured) -> tuple[Plan, ...]:

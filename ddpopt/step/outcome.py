@@ -10,12 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from ddpopt.errors import UsageError
+from ddpopt.errors import UnsupportedError, UsageError
+from ddpopt.graph.nodes import SYMBOLIC
 from ddpopt.step.lift import Inputs
+from ddpopt.step.reach import PLAIN
 
 States = Mapping[str, tuple[Mapping[Any, Mapping[str, Any]], Mapping[Any, Mapping[str, Any]]]]
 Slot = tuple[str, Any]
@@ -83,7 +84,7 @@ class _Reader:
     def slot(self, value: Any) -> Slot:
         if id(value) in self.place_of:
             return "input", self.place_of[id(value)]
-        if not isinstance(value, Tensor | torch.SymInt | torch.SymFloat | torch.SymBool):
+        if not isinstance(value, (Tensor, *SYMBOLIC)):
             return "value", value
         place = self._output_of.setdefault(id(value), len(self.outputs))
         if place == len(self.outputs):
@@ -116,6 +117,12 @@ def read_outcome(
     reader = _Reader(fakes)
     leaves, spec = tree_flatten(returned)
     slots = tuple(map(reader.slot, leaves))
+    odd = [value for kind, value in slots if kind == "value" and not isinstance(value, PLAIN)]
+    if odd:
+        raise UnsupportedError(
+            f"train_step: the step returns a {type(odd[0]).__name__}; return tensors and plain values, in tuples, "
+            "lists or dictionaries"
+        )
     gradients = []
     for place, fake in enumerate(fakes):
         if fake.is_leaf:

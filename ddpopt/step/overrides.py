@@ -8,6 +8,7 @@ Invariant: a pass changes how a step is computed, never what it takes and return
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -105,13 +106,17 @@ def _run(handle: int, tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _run_backward(handle: int, gradient: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    with torch.enable_grad():
-        leaves = [each.detach().requires_grad_(each.is_floating_point()) for each in tensors]
-        output = _opaque[handle].run(leaves)
-        trained = [leaf for leaf in leaves if leaf.requires_grad]
-        found = torch.autograd.grad(output, trained, gradient, allow_unused=True, materialize_grads=True)
-    gradients = iter(found)
-    return [next(gradients) if leaf.requires_grad else torch.zeros_like(leaf) for leaf in leaves]
+    # autograd records nothing inside an operator, but it does on another thread
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(_gradients, handle, gradient, tensors).result()
+
+
+def _gradients(handle: int, gradient: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    leaves = [each.detach().requires_grad_(each.is_floating_point()) for each in tensors]
+    output = _opaque[handle].run(leaves)
+    trained = [leaf for leaf in leaves if leaf.requires_grad]
+    found = iter(torch.autograd.grad(output, trained, gradient, allow_unused=True, materialize_grads=True))
+    return [next(found) if leaf.requires_grad else torch.zeros_like(leaf) for leaf in leaves]
 
 
 def _fake(handle: int, tensors: Sequence[Tensor]) -> Tensor:

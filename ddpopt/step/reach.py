@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
 """Types of values that are compared by value."""
 DEEPEST = 6
-FOREIGN = frozenset({*sys.stdlib_module_names, "torch", "ddpopt", "numpy"})
+FOREIGN = frozenset({*sys.stdlib_module_names, "torch", "numpy"})
 """Packages whose functions read nothing of the user's."""
 
 
