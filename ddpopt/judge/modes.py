@@ -184,7 +184,12 @@ def mode(name: str, given_as: str = "mode") -> Mode:
 
 def mode_of(strategy: str) -> str:
     """Name the mode that runs a strategy: ``inline`` and ``auto`` differ only in what is logged."""
-    modes = {"split": "ddpopt-split", "inline": "ddpopt-inline", "auto": "ddpopt-inline", "step": "ddpopt-step"}
+    modes = {
+        "split": "ddpopt-split",
+        "inline": "ddpopt-inline",
+        "auto": "ddpopt-inline",
+        "step": "ddpopt-step",
+    }
     return named(strategy, modes, "strategy")
 
 

@@ -1,7 +1,7 @@
 """An option's step in a mode that runs it as one graph: forwards, losses and backwards together.
 
-The option's function runs twice: first to learn which parts of the batch it takes, in which order; then, as the
-function that ``ddpopt.train_step`` captures, on these parts.
+The option's function runs twice: first to learn which parts of the batch it takes, in which order; then as
+the function that ``ddpopt.train_step`` captures, on these parts.
 
 Invariant: the parts are made, and random numbers seeded, as in a step that is not captured.
 """

@@ -16,7 +16,7 @@ from ddpopt.errors import DdpoptError, UnsupportedError, UsageError
 from ddpopt.graph.nodes import CompilerFn
 from ddpopt.planning.plan import Plan
 from ddpopt.planning.strategy import require_choice
-from ddpopt.step.capture import Call, Captured, capture
+from ddpopt.step.capture import Captured, StepCall, capture
 from ddpopt.step.collectives import Fusion, insert_collectives, note_running, plan_step
 from ddpopt.step.compiling import compile_step
 from ddpopt.step.failures import WHAT, compare, told
@@ -61,7 +61,7 @@ class Graph:
 
 
 @dataclass(frozen=True)
-class Settings:
+class StepSettings:
     """How steps are compiled; see `train_step`."""
 
     backend: str | CompilerFn
@@ -78,7 +78,7 @@ class TrainStep:
         graphs: the graphs so far, in the order in which they were needed.
     """
 
-    def __init__(self, function: Callable[..., Any], settings: Settings) -> None:
+    def __init__(self, function: Callable[..., Any], settings: StepSettings) -> None:
         functools.update_wrapper(self, function)
         self.graphs: list[Graph] = []
         self._function = function
@@ -94,7 +94,7 @@ class TrainStep:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run a step."""
-        call = Call(self._function, args, kwargs)
+        call = StepCall(self._function, args, kwargs)
         if self._inline is not None:
             return self._inline.run(call)
         try:
@@ -118,7 +118,7 @@ class TrainStep:
         sizes = inputs.sizes
         return next((graph for graph in self.graphs if graph.accepts(inputs, sizes)), None)
 
-    def _add(self, call: Call, inputs: Inputs) -> Graph:
+    def _add(self, call: StepCall, inputs: Inputs) -> Graph:
         if self.graphs:
             inputs = self._widened(call, inputs)
         dynamic = self._changing(inputs)
@@ -134,13 +134,14 @@ class TrainStep:
         logger.info("ddpopt: a train step of %d nodes, buckets: %s", len(captured.gm.graph.nodes), sizes)
         return self.graphs[-1]
 
-    def _widened(self, call: Call, inputs: Inputs) -> Inputs:
+    def _widened(self, call: StepCall, inputs: Inputs) -> Inputs:
         """The inputs, with numbers for the hyperparameters that have changed since an earlier graph."""
         different = min((inputs.difference(graph.inputs) for graph in self.graphs), key=len)
         if len(self.graphs) >= MOST:
             raise UnsupportedError(
                 f"{WHAT}: the step needs more than {MOST} graphs; what changes now is "
-                f"{', '.join(different[:4]) or 'the size of a tensor'}. Keep it the same in all steps, or make it a tensor"
+                f"{', '.join(different[:4]) or 'the size of a tensor'}. Keep it the same in all steps, or "
+                "make it a tensor"
             )
         numbers = [name for name in different if ".param_groups[" in name]
         floats = [name for name in numbers if type(inputs.plain.get(name)) is float]
@@ -161,7 +162,7 @@ class TrainStep:
                         found[place] = found.get(place, frozenset()) | other
         return found
 
-    def _agree(self, call: Call, inputs: Inputs, dynamic: Any) -> tuple[Captured, tuple[Plan, ...]]:
+    def _agree(self, call: StepCall, inputs: Inputs, dynamic: Any) -> tuple[Captured, tuple[Plan, ...]]:
         """Capture, and compare the collectives with those of the other ranks, unless they were compared."""
         captured: Captured | None = None
         problem: Exception | None = None
@@ -208,8 +209,8 @@ def train_step(
         backend: name of a Dynamo backend, or a callable ``(gm, example_inputs) -> callable``.
         fusion: ``"concat"``: a bucket's gradients are sent in one buffer; ``"coalesced"``: in one operation.
         overrides: keep submodules out of the graph, or change the captured graph.
-        transform: a pass over the whole graph, collectives included; their nodes are named after their buckets
-            (``bucket_0_all_reduce``, ``bucket_0_wait``). It runs once for each graph, and returns a graph or None.
+        transform: a pass over the whole graph, collectives included, whose nodes are named after their
+            buckets (``bucket_0_all_reduce``). It runs once for each graph, and returns a graph or None.
         fallback: ``"inline"``: a step that cannot be captured runs in eager around `ddpopt.compile`. By
             default it raises.
 
@@ -227,7 +228,7 @@ def train_step(
     require_choice("fusion", fusion, Fusion)
     if fallback is not None:
         require_choice("fallback", fallback, Fallback)
-    settings = Settings(backend, fusion, fallback, tuple(overrides), transform)
+    settings = StepSettings(backend, fusion, fallback, tuple(overrides), transform)
     if function is None:
         return functools.partial(TrainStep, settings=settings)
     if not callable(function):

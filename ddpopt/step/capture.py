@@ -1,8 +1,8 @@
 """Capture a step: run the user's function on fake tensors, and record every operation as a node of one graph.
 
 Autograd runs as it does in eager, so the graph has the operations of an eager step, in their order. While the
-function runs, modules and optimizers hold fake tensors; whatever the function leaves in them becomes an output
-of the graph (`ddpopt.step.outcome`).
+function runs, modules and optimizers hold fake tensors; what the function leaves in them becomes an output of
+the graph (`ddpopt.step.outcome`).
 
 Invariant: afterwards everything holds the user's own tensors, unchanged, even if capturing fails.
 """
@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_map
 
 from ddpopt.errors import UnsupportedError, UsageError
 from ddpopt.step.lift import Inputs, gather
-from ddpopt.step.outcome import Outcome, read_outcome
+from ddpopt.step.outcome import StepOutcome, read_outcome
 from ddpopt.step.overrides import Override, replacements
 from ddpopt.step.reach import Reached, reach
 from ddpopt.step.replicas import Averaged, Replica, find_replicas, replicated, require_all_used
@@ -54,14 +54,14 @@ class Captured:
 
     gm: fx.GraphModule
     fakes: tuple[Any, ...]
-    outcome: Outcome
+    outcome: StepOutcome
     replicas: tuple[Replica, ...]
     slots: tuple[Averaged, ...]
     env: ShapeEnv
 
 
 @dataclass(frozen=True)
-class Call:
+class StepCall:
     """A call of the user's function.
 
     Attributes:
@@ -80,12 +80,12 @@ class Call:
 
     def reached(self) -> Reached:
         """Search what the function can read in this call."""
-        return reach(
-            self.function, inspect.signature(self.function).bind(*self.args, **self.kwargs).arguments
-        )
+        bound = inspect.signature(self.function).bind(*self.args, **self.kwargs)
+        bound.apply_defaults()
+        return reach(self.function, bound.arguments)
 
 
-def capture(call: Call, inputs: Inputs, dynamic: Dynamic, overrides: Sequence[Override] = ()) -> Captured:
+def capture(call: StepCall, inputs: Inputs, dynamic: Dynamic, overrides: Sequence[Override] = ()) -> Captured:
     """Capture a step as one graph.
 
     Args:
@@ -110,7 +110,7 @@ def capture(call: Call, inputs: Inputs, dynamic: Dynamic, overrides: Sequence[Ov
     stage = _Stage(inputs, fakes, numbers)
     for place, gradient in inputs.gradients.items():
         fakes[place].grad = fakes[gradient]
-    outcomes: list[Outcome] = []
+    outcomes: list[StepOutcome] = []
 
     def run(*_: Any) -> list[Any]:
         args, kwargs = stage.staged((call.args, dict(call.kwargs)))
@@ -159,7 +159,7 @@ def _fake(mode: FakeTensorMode, place: int, tensor: Tensor, changing: frozenset[
     if not changing:
         return mode.from_tensor(tensor, static_shapes=True, source=source)
     sizes = [DimDynamic.DYNAMIC if at in changing else DimDynamic.STATIC for at in range(tensor.dim())]
-    context = StatelessSymbolicContext(dynamic_sizes=sizes)
+    context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
     return mode.from_tensor(tensor, static_shapes=False, source=source, symbolic_context=context)
 
 
@@ -250,16 +250,15 @@ def _fused(target: Tensor, factor: Tensor, scale: Tensor) -> Tensor:
 @contextlib.contextmanager
 def _as_compiled() -> Iterator[None]:
     """In this block code that asks whether it is being compiled is told that it is."""
-    threaded = torch.autograd.is_multithreading_enabled()  # type: ignore[attr-defined]
     with patch.object(torch.compiler, "_is_compiling_flag", True), contextlib.ExitStack() as stack:
-        stack.enter_context(torch.autograd.set_multithreading_enabled(threaded))  # type: ignore[no-untyped-call]
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))  # type: ignore[no-untyped-call]
         stack.callback(torch.clear_autocast_cache)
         torch.clear_autocast_cache()
         yield
 
 
 @contextlib.contextmanager
-def _unchanged(call: Call, stage: _Stage, replicas: Sequence[Replica]) -> Iterator[None]:
+def _unchanged(call: StepCall, stage: _Stage, replicas: Sequence[Replica]) -> Iterator[None]:
     """Check that a block changes nothing that a graph could not change again.
 
     Raises:
@@ -301,6 +300,6 @@ def _require_supported_optimizers(inputs: Inputs) -> None:
         if not any(id(each) in held for group in groups for each in group["params"]):
             modules = ", ".join(inputs.reached.modules)
             raise UsageError(
-                f"train_step: {name} ({kind}) holds no parameter of {modules}: was it built for another model, "
-                "or before the parameters were replaced? Build it from the model that the step trains"
+                f"train_step: {name} ({kind}) holds no parameter of {modules}: was it built for another "
+                "model, or before the parameters were replaced? Build it from the model that the step trains"
             )

@@ -1,4 +1,4 @@
-"""Collectives of a captured step: each bucket of the plan becomes one all-reduce, started as soon as possible.
+"""Collectives of a captured step: each bucket of the plan becomes one all-reduce, started at once.
 
 A bucket starts right after its last gradient and is waited for before the first reader of any of them. With
 fusion ``"concat"`` its gradients are copied into one buffer, which is scaled once, as DDP does; with
@@ -103,7 +103,7 @@ def insert_collectives(captured: Captured, plans: Sequence[Plan], fusion: Fusion
             _send(
                 graph,
                 nodes,
-                _Group(captured.replicas[number].group),
+                _Ranks(captured.replicas[number].group),
                 fusion,
                 order,
                 _label(number, len(plans), bucket),
@@ -116,7 +116,7 @@ def _label(module: int, modules: int, bucket: Bucket) -> str:
     return f"bucket_{bucket.index}" if modules == 1 else f"module_{module}_bucket_{bucket.index}"
 
 
-class _Group:
+class _Ranks:
     """A process group, as functional collectives name it."""
 
     def __init__(self, group: Any) -> None:
@@ -127,7 +127,7 @@ class _Group:
 def _send(
     graph: fx.Graph,
     nodes: Sequence[fx.Node],
-    group: _Group,
+    group: _Ranks,
     fusion: Fusion,
     order: Mapping[fx.Node, int],
     label: str,
@@ -173,8 +173,7 @@ class _Builder:
         self._label = label
 
     def __call__(self, what: str, target: Callable[..., Any], *args: Any) -> fx.Node:
-        node = self._graph.create_node("call_function", target, args, name=f"{self._label}_{what}")
-        return node
+        return self._graph.create_node("call_function", target, args, name=f"{self._label}_{what}")
 
 
 class _Layout:

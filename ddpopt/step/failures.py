@@ -48,8 +48,8 @@ def told(name: str) -> Iterator[None]:
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
         if isinstance(error, DEPENDS):
             reason = (
-                "it depends on values of a tensor, which are not known while the step is captured; return the "
-                "tensor and read it after the step, or use torch.where instead of a branch"
+                "it depends on values of a tensor, which are not known while the step is captured; return "
+                "the tensor and read it after the step, or use torch.where instead of a branch"
             )
         raise UnsupportedError(
             f"{WHAT}: {name} cannot be captured as one graph. {_where(error)}{reason}\n"

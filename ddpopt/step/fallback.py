@@ -5,14 +5,13 @@ Invariant: the user's function runs as it is written; only calls of a DDP module
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.dynamo.api import compile as ddpopt_compile
 from ddpopt.graph.nodes import CompilerFn
-from ddpopt.step.capture import Call
-from ddpopt.step.reach import reach
+from ddpopt.step.capture import StepCall
 
 
 class Inline:
@@ -26,7 +25,7 @@ class Inline:
         self._backend = backend
         self._compiled: dict[int, Any] = {}
 
-    def run(self, call: Call) -> Any:
+    def run(self, call: StepCall) -> Any:
         """Run a call of the user's function."""
         with contextlib.ExitStack() as stack:
             for _, module in call.reached().every_module():
@@ -45,7 +44,7 @@ class Inline:
         def forward(*args: Any, **kwargs: Any) -> Any:
             nonlocal entered
             if entered:  # the compiled form calls the module itself
-                return type(ddp).forward(ddp, *args, **kwargs)
+                return cast(Any, type(ddp)).forward(ddp, *args, **kwargs)
             entered = True
             try:
                 return compiled(*args, **kwargs)

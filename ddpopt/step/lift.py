@@ -74,7 +74,7 @@ class Inputs:
         return tuple((tensor.shape, tensor.stride()) for tensor in self.tensors)
 
     def difference(self, other: "Inputs") -> list[str]:
-        """Names of the plain values in which other inputs differ, and of the tensors that have another form."""
+        """Names of the plain values and tensors in which other inputs differ."""
         names = {**self.plain, **other.plain}
         found = [name for name in names if self.plain.get(name, name) != other.plain.get(name, name)]
         pairs = zip(self.names, self.tensors, other.tensors, strict=False)
@@ -130,24 +130,21 @@ def _add_plain(inputs: Inputs, name: str, value: Any, lifted: frozenset[str]) ->
 def _gather_modules(inputs: Inputs) -> None:
     for name, module in inputs.reached.every_module():
         own = vars(module)
-        wraps = isinstance(module, DistributedDataParallel)
-        for key, value in own.items():
-            if wraps and key not in DDP_STATE:
-                continue
+        chosen = DDP_STATE if isinstance(module, DistributedDataParallel) else [*own]
+        for key in chosen:
+            value = own[key]
             if isinstance(value, PLAIN):
                 inputs.plain[f"{name}.{key}"] = value
             elif isinstance(value, Tensor):
                 inputs.hold(f"{name}.{key}", own, key)
             elif isinstance(value, list | tuple):
-                for place, each in enumerate(value):
-                    if isinstance(each, Tensor):
-                        inputs.add(f"{name}.{key}[{place}]", each)
+                tensors = (each for each in value if isinstance(each, Tensor))
+                inputs.loose.extend(inputs.add(f"{name}.{key}[...]", each) for each in tensors)
         for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks"):
             inputs.plain[f"{name}.{kind}"] = len(own[kind])
         for held in (own["_parameters"], own["_buffers"]):
-            for key, tensor in held.items():
-                if tensor is not None:
-                    inputs.hold(f"{name}.{key}", held, key)
+            for key in [key for key, tensor in held.items() if tensor is not None]:
+                inputs.hold(f"{name}.{key}", held, key)
 
 
 def _gather_optimizers(inputs: Inputs, lifted: frozenset[str]) -> None:

@@ -56,9 +56,7 @@ def _adapt(graph: fx.Graph, node: fx.Node, numbers: dict[fx.Node, None]) -> None
     with graph.inserting_before(node):
         if scale is None and target in TENSOR_OF:
             node.target = TENSOR_OF[target]
-        elif scale is not None and not _scales(graph, node, scale):
-            raise UnsupportedError(f"{target} takes a number that changes")
-        elif scale is None and target not in TAKES_BOTH:
+        elif not (target in TAKES_BOTH if scale is None else _scales(graph, node, scale)):
             raise UnsupportedError(f"{target} takes a number that changes")
 
 

@@ -24,7 +24,7 @@ Slot = tuple[str, Any]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class StepOutcome:
     """Where the outputs of a graph belong.
 
     Attributes:
@@ -98,7 +98,7 @@ def read_outcome(
     fakes: Sequence[Tensor],
     states: States,
     ddps: Sequence[Any],
-) -> tuple[Outcome, list[Any]]:
+) -> tuple[StepOutcome, list[Any]]:
     """Read what a function has left, while fake tensors are still in its modules and optimizers.
 
     Args:
@@ -120,8 +120,8 @@ def read_outcome(
     odd = [value for kind, value in slots if kind == "value" and not isinstance(value, PLAIN)]
     if odd:
         raise UnsupportedError(
-            f"train_step: the step returns a {type(odd[0]).__name__}; return tensors and plain values, in tuples, "
-            "lists or dictionaries"
+            f"train_step: the step returns a {type(odd[0]).__name__}; return tensors and plain values, in "
+            "tuples, lists or dictionaries"
         )
     gradients = []
     for place, fake in enumerate(fakes):
@@ -137,7 +137,7 @@ def read_outcome(
         if reader.slot(held[key]) != ("input", staged):
             places.append((place, reader.slot(held[key])))
     broadcasts = tuple(bool(ddp.require_forward_param_sync) for ddp in ddps)
-    outcome = Outcome(slots, spec, tuple(gradients), kept, tuple(places), broadcasts, new)
+    outcome = StepOutcome(slots, spec, tuple(gradients), kept, tuple(places), broadcasts, new)
     return outcome, reader.outputs
 
 

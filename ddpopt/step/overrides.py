@@ -1,7 +1,6 @@
 """Parts of a step that are kept out of its graph, and the user's own pass over the graph.
 
-A part that cannot be captured is replaced by a stand-in, whose operators the graph calls without looking inside.
-`opaque` makes one of any module.
+A part that cannot be captured is replaced by a stand-in, whose operators the graph only calls. `opaque` makes one of any module.
 
 Invariant: a pass changes how a step is computed, never what it takes and returns, nor what is sent.
 """
@@ -23,7 +22,7 @@ Transform = Callable[[fx.GraphModule], fx.GraphModule | None]
 class Override:
     """What a step does with some submodules; inherit from it."""
 
-    def replacement(self, name: str, module: nn.Module) -> nn.Module:
+    def replacement(self, name: str, module: nn.Module) -> nn.Module:  # noqa: ARG002  # for those that inherit
         """Choose what stands for a submodule while a step is captured.
 
         Args:
@@ -35,7 +34,11 @@ class Override:
         """
         return module
 
-    def transform(self, graph_module: fx.GraphModule, state: Mapping[str, Tensor]) -> fx.GraphModule | None:
+    def transform(
+        self,
+        graph_module: fx.GraphModule,
+        state: Mapping[str, Tensor],  # noqa: ARG002  # for those that inherit
+    ) -> fx.GraphModule | None:
         """Change the captured graph, before collectives are put into it.
 
         Args:
@@ -81,8 +84,8 @@ def opaque(
 ) -> nn.Module:
     """A stand-in that computes what a module computes, but is a single operator in the graph of a step.
 
-    Its backward runs the module once more. The module takes tensors and returns one; it draws no random numbers
-    and changes no buffers.
+    Its backward runs the module once more. The module takes tensors and returns one; it draws no random
+    numbers and changes no buffers.
 
     Args:
         module: the module; its code may be anything that runs in eager.
@@ -125,7 +128,7 @@ def _fake(handle: int, tensors: Sequence[Tensor]) -> Tensor:
     return made
 
 
-def _fake_backward(_: int, gradient: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+def _fake_backward(_: int, __: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     return [torch.empty_like(each) for each in tensors]
 
 

@@ -70,14 +70,14 @@ def reach(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Reached
     Returns:
         What was found.
     """
-    search = _Search(_names(function))
+    search = _Reaching(_names(function))
     for name, value in arguments.items():
         search.visit(name, value, 0)
     search.visit_function(function, 0)
     return search.found
 
 
-class _Search:
+class _Reaching:
     """One search; each object is visited once."""
 
     def __init__(self, names: frozenset[str]) -> None:
@@ -85,7 +85,7 @@ class _Search:
         self._names = names
         self._seen: set[int] = set()
 
-    def visit(self, name: str, value: Any, depth: int) -> None:
+    def visit(self, name: str, value: Any, depth: int) -> None:  # noqa: C901  # one case for each kind
         """Visit a value, and what it contains."""
         if isinstance(value, PLAIN):
             self.found.plain[name] = value

@@ -23,10 +23,8 @@ from ddpopt.step.reach import Reached
 
 _library: Any = torch.library.Library("ddpopt", "FRAGMENT")  # type: ignore[no-untyped-call]  # torch types it not
 _library.define("average(Tensor gradient, int slot) -> Tensor")
-_library.impl("average", lambda gradient, slot: gradient.clone(), "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "ddpopt::average", lambda gradient, slot: torch.empty_like(gradient), lib=_library
-)
+_library.impl("average", lambda gradient, _: gradient.clone(), "CompositeExplicitAutograd")
+torch.library.register_fake("ddpopt::average", lambda gradient, _: torch.empty_like(gradient), lib=_library)
 AVERAGE = torch.ops.ddpopt.average.default
 FOR_ALL = "Call DDP once and add the losses, or use no_sync() for all backwards of a step but the last"
 
@@ -216,6 +214,6 @@ def require_all_used(replicas: Sequence[Replica], slots: Sequence[Averaged]) -> 
         missing = [name for name in own if name not in replica.done]
         if missing:
             raise UsageError(
-                f"train_step: {replica.name} got no gradient for {', '.join(map(repr, missing))}, so DDP would "
-                "fail in the next step; build it with find_unused_parameters=True or static_graph=True"
+                f"train_step: {replica.name} got no gradient for {', '.join(map(repr, missing))}, so DDP "
+                "would fail in the next step; build it with find_unused_parameters=True or static_graph=True"
             )

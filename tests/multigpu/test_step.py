@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.utils._pytree import tree_leaves
 
 import ddpopt
-from ddpopt.errors import DdpoptError, PlanMismatchError, UsageError
+from ddpopt.errors import DdpoptError
 from ddpopt.ranks.group import Ranks
 
 WIDTH, ROUNDS, CAP_MB = 12, 5, 6e-4
@@ -38,8 +39,8 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(batch, WIDTH) to the same shape."""
         for layer in self.layers:
-            x = self.drop(torch.tanh(self.norm(layer(x))))
-        return self.frozen(x)  # type: ignore[no-any-return]
+            x = self.drop(torch.tanh(self.norm(layer(x.to(layer.weight.dtype)))))
+        return self.frozen(x.to(self.frozen.weight.dtype))  # type: ignore[no-any-return]
 
 
 def sgd(**options: Any) -> Make:
@@ -254,37 +255,144 @@ def test_a_step_leaves_what_eager_leaves(ranks: Ranks, name: str, fusion: Any) -
     assert len(made[0].graphs) == way.graphs
 
 
-def of_mixed_kinds(ranks: Ranks) -> tuple[list[Any], Callable[..., Any]]:
-    """Two models on groups of their own, one of mixed dtypes and tied; closed over, with two optimizers."""
-    torch.manual_seed(5)
-    groups = [dist.new_group([*range(ranks.size)]) for _ in range(2)]
-    tied = Net()
-    tied.layers[3].weight = tied.layers[0].weight
-    models = [
-        DDP(tied.double() if place else Net(), process_group=group, bucket_cap_mb=CAP_MB)
-        for place, group in enumerate(groups)
-    ]
-    models[0].module.frozen.to(torch.float64)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in models]
+c10d: Any = dist  # torch does not mark its re-exports
 
-    class Trainer:
-        scale = 0.5
 
-        def __init__(self) -> None:
-            self.seen = 0
+def test_several_models_groups_dtypes_and_optimizers_may_be_closed_over(ranks: Ranks) -> None:
+    runs = []
+    for decorate in (lambda step: step, ddpopt.train_step(backend="aot_eager")):
+        groups = [c10d.new_group([*range(ranks.size)]) for _ in range(2)]
+        nets = [Net(), Net().double()]
+        nets[0].layers[3] = nets[0].layers[1]  # tied
+        nets[0].layers[2].double()
+        models = [DDP(net, process_group=group) for net, group in zip(nets, groups, strict=True)]
+        optimizers = [optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in models]
 
-        def step(self, x: Tensor) -> Any:
-            first, second = models
-            made = first.module.layers[0](x).sigmoid().double()
-            critic = second(made.detach()).square().mean() * self.scale
-            critic.backward()
-            optimizers[1].step()
-            optimizers[1].zero_grad()
-            loss = second.module(first(x).double()).mean()
-            loss.backward()
-            optimizers[0].step()
-            for each in optimizers:
-                each.zero_grad()
-            return critic.detach(), loss.detach()
+        @decorate
+        def step(x: Tensor, models: Any = models, optimizers: Any = optimizers) -> Any:
+            losses = []
+            for model, optimizer in zip(models, optimizers, strict=True):
+                losses.append(model(x.double() if model is models[1] else x).square().mean())
+                losses[-1].backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return [loss.detach() for loss in losses]
 
-    return [*models, *optimizers], Trainer().step
+        torch.manual_seed(ranks.rank)
+        losses = [loss for _ in range(3) for loss in step(torch.randn(4, WIDTH))]
+        runs.append([*losses, *(each.detach() for model in models for each in model.parameters())])
+    assert all(ranks.gather([torch.equal(one, other) for one, other in zip(*runs, strict=True)])[0])
+
+
+def test_adam_is_bitwise_a_compiled_optimizer_after_eager_gradients(ranks: Ranks) -> None:
+    def compiled(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+        loss = loss_of(model, x, y)
+        loss.backward()
+        torch.compile(optimizer.step, backend="aot_eager")()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    for make in (adam(optim.Adam), adam(optim.AdamW)):
+        way = Way(optimizer=make, tolerance=0.0)
+        expected = [*trained(Way(compiled, make), ranks, lambda step: step)]
+        found = [*trained(way, ranks, ddpopt.train_step(backend="aot_eager"))]
+        values = [[step[:9] for step in run] for run in (found, expected)]  # loss and parameters
+        assert not equal(ranks, *values, 0.0)
+
+
+def test_collectives_are_the_plans_buckets_and_the_judge_agrees(ranks: Ranks) -> None:
+    model = DDP(Net(), bucket_cap_mb=CAP_MB)
+    optimizer = sgd()(model)
+    step = ddpopt.train_step(plain, backend="aot_eager")
+    with ddpopt.observe(model) as seen:
+        for _ in range(3):
+            step(model, optimizer, torch.ones(2, WIDTH), torch.ones(2, WIDTH))
+    (plan,) = step.plans
+    assert len(plan.buckets) > 2
+    assert [[bucket.params for bucket in one.buckets] for one in seen.iterations] == [
+        [bucket.params for bucket in plan.buckets]
+    ] * 3
+    assert [[each.bucket for each in one.collectives] for one in seen.iterations] == [
+        [*range(len(plan.buckets))]
+    ] * 3
+
+
+def twice(model: Any, x: Tensor) -> None:
+    loss = model(x).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def branching(model: Any, x: Tensor) -> None:
+    loss = model(x).sum()
+    if loss > 0:
+        loss = 2 * loss
+    loss.backward()
+
+
+def differing(model: Any, x: Tensor) -> None:
+    with model.no_sync() if dist.get_rank() else nullcontext():  # type: ignore[attr-defined]
+        model(x).sum().backward()
+
+
+def counting(model: Any, x: Tensor) -> None:
+    model(x).sum().backward()
+    torch.manual_seed(0)
+
+
+def updating(model: Any, x: Tensor, optimizer: Any) -> None:
+    model(x).sum().backward()
+    optimizer.step()
+
+
+OTHER = nn.Linear(2, 2)
+REFUSED = {
+    "no DDP module": (lambda model, x: model(x).sum(), lambda model: model.module, "got model (Net)"),
+    "twice": (twice, None, "two backward passes of one step reduce the gradient of 'layers.3.bias' of model"),
+    "branch": (branching, None, "in branching: `if loss > 0:`: it depends on values of a tensor"),
+    "ranks differ": (differing, None, "the ranks' steps do not average the same gradients"),
+    "generator": (counting, None, "changes the state of torch's generator"),
+    "another model's optimizer": (updating, None, "optimizer (SGD) holds no parameter of model"),
+    "fused": (updating, None, "optimizer is AdamW(fused=True)"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_captured_is_said_and_leaves_everything_as_it_was(ranks: Ranks, name: str) -> None:
+    function, choose, words = REFUSED[name]
+    model = DDP(Net())
+    fused = optim.AdamW(model.parameters(), fused=True)
+    optimizers = {"another model's optimizer": optim.SGD(OTHER.parameters()), "fused": fused}
+    more = (optimizers[name],) if name in optimizers else ()
+    given, before = (
+        (model if choose is None else choose(model)),
+        [each.clone() for each in model.parameters()],
+    )
+    flags = torch.compiler._is_compiling_flag, torch.get_rng_state(), dict(vars(model))
+    step: Any = ddpopt.train_step(function, backend="aot_eager")
+    try:
+        step(given, torch.ones(2, WIDTH), *more)
+        said = ""
+    except DdpoptError as error:
+        said = str(error)
+    assert words in said
+    assert flags[0] == torch.compiler._is_compiling_flag
+    assert torch.equal(torch.get_rng_state(), flags[1])
+    assert dict(vars(model)) == flags[2]
+    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), before, strict=True))
+    assert all(type(each) is nn.Parameter for each in model.parameters())
+
+
+def test_a_fallback_runs_in_eager_around_a_compiled_model(
+    ranks: Ranks, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "ddpopt")
+    gradients = []
+    for decorate in (lambda step: step, ddpopt.train_step(backend="aot_eager", fallback="inline")):
+        torch._dynamo.reset()
+        model, step = DDP(Net(), bucket_cap_mb=CAP_MB), decorate(branching)
+        for _ in range(2):
+            step(model, torch.full((2, WIDTH), ranks.rank + 1.0))
+        gradients.append([each.grad for each in model.parameters() if each.grad is not None])
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+    assert sum("the step runs in eager around a compiled model" in each for each in caplog.messages) == 1
