@@ -8,6 +8,7 @@ Invariant: afterwards everything holds the user's own tensors, unchanged, even i
 """
 
 import contextlib
+import functools
 import inspect
 import random
 import re
@@ -174,6 +175,7 @@ class _Stage(TorchFunctionMode):
         self._stack = contextlib.ExitStack()
         self.left: dict[str, Any] = {}
         self.changed: list[str] = []
+        self._updating = False
 
     def fake_of(self, value: Any) -> Any:
         """The fake tensor that stands for one of the user's; anything else as it is."""
@@ -213,6 +215,10 @@ class _Stage(TorchFunctionMode):
             if "capturable" in group:  # its step count is a tensor, as in any compiled optimizer
                 group["capturable"] = True
             self._stack.callback(self._restore, group, own, dict(group), f"{name}.param_groups[{number}]")
+        for register, now in (
+            (optimizer.register_step_pre_hook, True), (optimizer.register_step_post_hook, False),
+        ):  # fmt: skip
+            self._stack.callback(register(functools.partial(self._update, now)).remove)
         held = optimizer.state
         staged: Any = defaultdict(dict)
         for parameter, state in held.items():
@@ -220,6 +226,9 @@ class _Stage(TorchFunctionMode):
         self._stack.callback(setattr, optimizer, "state", held)
         optimizer.state = staged
         self.left[name] = held, staged
+
+    def _update(self, now: bool, *_: Any) -> None:
+        self._updating = now
 
     def _restore(
         self, group: dict[str, Any], own: Mapping[str, Any], staged: Mapping[str, Any], name: str
@@ -232,15 +241,18 @@ class _Stage(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation on fake tensors."""
         args, kwargs = tree_map(self.fake_of, (args, kwargs or {}))
-        if func is Tensor.addcdiv_ and isinstance(kwargs.get("value"), Tensor):
-            return _fused(args[0], args[1] / args[2], kwargs["value"])
+        scale = kwargs.get("value")
+        if func is Tensor.addcdiv_ and (isinstance(scale, Tensor) or (self._updating and scale is not None)):
+            return _fused(args[0], args[1] / args[2], scale)
+        if func is Tensor.addcmul_ and self._updating and scale is not None:
+            return _fused(args[0], args[1] * args[2], scale)
         if func is Tensor.add_ and isinstance(kwargs.get("alpha"), Tensor):
             return _fused(args[0], args[1], kwargs["alpha"])
         return func(*args, **kwargs)
 
 
-def _fused(target: Tensor, factor: Tensor, scale: Tensor) -> Tensor:
-    """``target += factor * scale``, rounded once, as Dynamo computes it for a scale that is a tensor."""
+def _fused(target: Tensor, factor: Tensor, scale: Any) -> Tensor:
+    """``target += factor * scale``, as Dynamo computes it in a compiled optimizer."""
     from torch._inductor import inductor_prims  # importing Inductor takes a second
 
     prims: Any = inductor_prims

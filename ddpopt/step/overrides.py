@@ -1,6 +1,7 @@
 """Parts of a step that are kept out of its graph, and the user's own pass over the graph.
 
-A part that cannot be captured is replaced by a stand-in, whose operators the graph only calls. `opaque` makes one of any module.
+A part that cannot be captured is replaced by a stand-in, whose operators the graph only calls; `opaque` makes
+one of any module.
 
 Invariant: a pass changes how a step is computed, never what it takes and returns, nor what is sent.
 """
