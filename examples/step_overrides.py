@@ -40,7 +40,7 @@ class Experts(nn.Module):
 class KeepExpertsOut(Override):
     """Experts become one operator of the graph."""
 
-    def replacement(self, name: str, module: nn.Module) -> nn.Module:
+    def replacement(self, name: str, module: nn.Module) -> nn.Module:  # noqa: ARG002
         """Replace experts, wherever they are."""
         return opaque(module) if isinstance(module, Experts) else module
 
@@ -67,21 +67,21 @@ def train(decorate: Callable[[Any], Any]) -> list[Tensor]:
         optimizer.zero_grad()
         return loss.detach()
 
-    torch.manual_seed(dist.get_rank())  # type: ignore[attr-defined]  # torch marks no exports
+    torch.manual_seed(dist.get_rank())
     losses = [step(torch.randn(32, WIDTH)) for _ in range(4)]
     return [*losses, *(parameter.detach() for parameter in model.parameters())]
 
 
 def main(backend: str = "aot_eager") -> bool:
     """Train in eager and as one graph, and compare: aot_eager is bitwise equal, inductor up to rounding."""
-    dist.init_process_group("gloo")  # type: ignore[attr-defined]
-    transform = show_collectives if dist.get_rank() == 0 else None  # type: ignore[attr-defined]
+    dist.init_process_group("gloo")
+    transform = show_collectives if dist.get_rank() == 0 else None
     ours = ddpopt.train_step(backend=backend, overrides=[KeepExpertsOut()], transform=transform)
     pairs = zip(train(lambda eager: eager), train(ours), strict=True)
     atol = 0.0 if backend == "aot_eager" else 1e-5
     equal = all(torch.allclose(one, other, rtol=0, atol=atol) for one, other in pairs)
     print(f"equal to eager: {'yes' if equal else 'no'}")
-    dist.destroy_process_group()  # type: ignore[attr-defined]
+    dist.destroy_process_group()
     return equal
 
 

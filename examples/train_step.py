@@ -46,7 +46,7 @@ def train(decorate: Callable[[Any], Any]) -> list[Tensor]:
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     run, seen = decorate(step), []
     for place in range(STEPS):
-        torch.manual_seed(2 * place + dist.get_rank())  # type: ignore[attr-defined]  # torch marks no exports
+        torch.manual_seed(2 * place + dist.get_rank())
         seen += run(model, optimizer, torch.randint(0, 320, (4, 32)))
         schedule.step()
     return [*seen, *(parameter.detach() for parameter in model.parameters())]
@@ -59,13 +59,13 @@ def main(backend: str = "aot_eager") -> bool:
         return True
     logging.basicConfig()
     logging.getLogger("ddpopt").setLevel(logging.INFO)
-    dist.init_process_group("gloo")  # type: ignore[attr-defined]
+    dist.init_process_group("gloo")
     torch._inductor.config.fallback_random = True  # dropout draws eager's numbers
     pairs = zip(train(lambda eager: eager), train(ddpopt.train_step(backend=backend)), strict=True)
     tolerance = 1e-4 if backend == "aot_eager" else 1e-2
     equal = all(torch.allclose(one, other, rtol=tolerance, atol=tolerance) for one, other in pairs)
     print(f"equal to eager: {'yes' if equal else 'no'}")
-    dist.destroy_process_group()  # type: ignore[attr-defined]
+    dist.destroy_process_group()
     return equal
 
 

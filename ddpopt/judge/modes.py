@@ -119,7 +119,7 @@ def ddpopt_with(strategy: Strategy) -> Wrap:
     return wrap
 
 
-def step_with(fusion: str) -> Wrap:
+def step_with(fusion: Literal["concat", "coalesced"]) -> Wrap:
     """``ddpopt.train_step`` with a fusion; without a backend, eager DDP."""
 
     def wrap(setup: Setup) -> Parallel:

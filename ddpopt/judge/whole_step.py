@@ -100,7 +100,7 @@ def whole_step(trainer: Any, take_step: Step, decorate: Callable[[Any], Any]) ->
 
 def _draws(model: torch.nn.Module) -> Iterator[bool]:
     """Whether modules draw random numbers."""
-    return (getattr(module, "p", 0) and module.training for module in model.modules())
+    return (bool(getattr(module, "p", 0)) and module.training for module in model.modules())
 
 
 def _form(value: Any) -> Any:

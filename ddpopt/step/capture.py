@@ -263,7 +263,7 @@ def _fused(target: Tensor, factor: Tensor, scale: Any) -> Tensor:
 def _as_compiled() -> Iterator[None]:
     """In this block code that asks whether it is being compiled is told that it is."""
     with patch.object(torch.compiler, "_is_compiling_flag", True), contextlib.ExitStack() as stack:
-        stack.enter_context(torch.autograd.set_multithreading_enabled(False))  # type: ignore[no-untyped-call]
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.callback(torch.clear_autocast_cache)
         torch.clear_autocast_cache()
         yield

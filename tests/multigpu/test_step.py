@@ -1,4 +1,4 @@
-"""The strategy step on several ranks: everything that an eager step leaves, bit for bit, and the plan's buckets."""
+"""The strategy step on several ranks: all that an eager step leaves, bit for bit, in the plan's buckets."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(batch, WIDTH) to the same shape."""
         for layer in self.layers:
-            x = self.drop(torch.tanh(self.norm(layer(x.to(layer.weight.dtype)))))
+            x = self.drop(torch.tanh(self.norm(layer(x.to(next(layer.parameters()).dtype)))))
         return self.frozen(x.to(self.frozen.weight.dtype))  # type: ignore[no-any-return]
 
 
@@ -54,7 +54,7 @@ def two_groups(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
 
 
-def loss_of(model: Any, x: Tensor, y: Tensor) -> Tensor:
+def loss_of(model: Any, x: Tensor, y: Tensor) -> Any:
     return nn.functional.mse_loss(model(x), y)
 
 
@@ -113,7 +113,7 @@ def cast(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
 
 
 def two_losses(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
-    output = model(x)
+    output: Any = model(x)
     near, small = nn.functional.mse_loss(output, y), output.abs().mean()
     (near + 0.1 * small).backward()
     optimizer.step()
@@ -123,7 +123,7 @@ def two_losses(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
 
 def checkpointed(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
     run = torch.utils.checkpoint.checkpoint
-    loss = nn.functional.mse_loss(run(model, x, use_reentrant=False, preserve_rng_state=False), y)
+    loss: Any = nn.functional.mse_loss(run(model, x, use_reentrant=False, preserve_rng_state=False), y)
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -260,7 +260,8 @@ c10d: Any = dist  # torch does not mark its re-exports
 
 def test_several_models_groups_dtypes_and_optimizers_may_be_closed_over(ranks: Ranks) -> None:
     runs = []
-    for decorate in (lambda step: step, ddpopt.train_step(backend="aot_eager")):
+    ways: list[Any] = [lambda step: step, ddpopt.train_step(backend="aot_eager")]
+    for decorate in ways:
         groups = [c10d.new_group([*range(ranks.size)]) for _ in range(2)]
         nets = [Net(), Net().double()]
         nets[0].layers[3] = nets[0].layers[1]  # tied
@@ -268,7 +269,7 @@ def test_several_models_groups_dtypes_and_optimizers_may_be_closed_over(ranks: R
         models = [DDP(net, process_group=group) for net, group in zip(nets, groups, strict=True)]
         optimizers = [optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in models]
 
-        @decorate
+        @decorate  # type: ignore[untyped-decorator]  # one of them does nothing
         def step(x: Tensor, models: Any = models, optimizers: Any = optimizers) -> Any:
             losses = []
             for model, optimizer in zip(models, optimizers, strict=True):
@@ -288,7 +289,7 @@ def test_adam_is_bitwise_a_compiled_optimizer_after_eager_gradients(ranks: Ranks
     def compiled(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
         loss = loss_of(model, x, y)
         loss.backward()
-        torch.compile(optimizer.step, backend="aot_eager")()
+        torch.compile(optimizer.step, backend="aot_eager")()  # type: ignore[no-untyped-call]  # torch types it not
         optimizer.zero_grad()
         return loss.detach()
 
@@ -296,8 +297,8 @@ def test_adam_is_bitwise_a_compiled_optimizer_after_eager_gradients(ranks: Ranks
         way = Way(optimizer=make, tolerance=0.0)
         expected = [*trained(Way(compiled, make), ranks, lambda step: step)]
         found = [*trained(way, ranks, ddpopt.train_step(backend="aot_eager"))]
-        values = [[step[:9] for step in run] for run in (found, expected)]  # loss and parameters
-        assert not equal(ranks, *values, 0.0)
+        mine, its = ([step[:9] for step in run] for run in (found, expected))  # loss and parameters
+        assert not equal(ranks, mine, its, 0.0)
 
 
 def test_collectives_are_the_plans_buckets_and_the_judge_agrees(ranks: Ranks) -> None:
@@ -331,7 +332,7 @@ def branching(model: Any, x: Tensor) -> None:
 
 
 def differing(model: Any, x: Tensor) -> None:
-    with model.no_sync() if dist.get_rank() else nullcontext():  # type: ignore[attr-defined]
+    with model.no_sync() if c10d.get_rank() else nullcontext():
         model(x).sum().backward()
 
 
@@ -346,7 +347,7 @@ def updating(model: Any, x: Tensor, optimizer: Any) -> None:
 
 
 OTHER = nn.Linear(2, 2)
-REFUSED = {
+REFUSED: dict[str, tuple[Any, Any, str]] = {
     "no DDP module": (lambda model, x: model(x).sum(), lambda model: model.module, "got model (Net)"),
     "twice": (twice, None, "two backward passes of one step reduce the gradient of 'layers.3.bias' of model"),
     "branch": (branching, None, "in branching: `if loss > 0:`: it depends on values of a tensor"),
