@@ -81,7 +81,7 @@ def whole_step(trainer: Any, take_step: Step, decorate: Callable[[Any], Any]) ->
         forms = tree_map(_form, captured.outputs)
         return captured.outputs, forms, captured.leaves, captured.last
 
-    run = decorate(step)
+    run: Any = decorate(step)
 
     def take() -> None:
         scout = _Scout(place)
@@ -90,6 +90,8 @@ def whole_step(trainer: Any, take_step: Step, decorate: Callable[[Any], Any]) ->
             raise UnsupportedError("random numbers are seeded between the parts of a step")
         batches = {part: trainer.inputs(part) for part in scout.parts}
         outputs, forms, leaves, trainer.last_loss = run(trainer.ddp, batches)
+        known = sum(each.startswith("step/") for each in trainer.compilations.graphs)
+        trainer.compilations.graphs.extend(f"step/{place}" for place in range(known, len(run.graphs)))
         for part, output, form in zip(scout.parts, outputs, forms, strict=True):
             trainer.sight.calls(*batches[part])
             trainer.extras |= trainer.sight.returns(tree_map(_attached, output, form))

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ddpopt.errors import DdpoptError, UnsupportedError, UsageError
 from ddpopt.graph.nodes import CompilerFn
@@ -121,7 +122,10 @@ class TrainStep:
     def _add(self, call: StepCall, inputs: Inputs) -> Graph:
         if self.graphs:
             inputs = self._widened(call, inputs)
-        dynamic = self._changing(inputs)
+        with _disable_current_modes():  # what watches the user's program must not see fake tensors
+            return self._made(call, inputs, self._changing(inputs))
+
+    def _made(self, call: StepCall, inputs: Inputs, dynamic: dict[int, frozenset[int]]) -> Graph:
         captured, plans = self._agree(call, inputs, dynamic)
         insert_collectives(captured, plans, self._settings.fusion)
         if (transform := self._settings.transform) is not None:

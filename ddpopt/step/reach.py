@@ -74,7 +74,19 @@ def reach(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Reached
     for name, value in arguments.items():
         search.visit(name, value, 0)
     search.visit_function(function, 0)
+    for hook in [*_hooks(search.found)]:
+        search.learn(hook)
     return search.found
+
+
+def _hooks(found: Reached) -> Iterator[Callable[..., Any]]:
+    """The user's hooks on modules and parameters."""
+    for _, module in found.every_module():
+        for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
+            yield from vars(module)[kind].values()
+        for parameter in module.parameters(recurse=False):
+            yield from (parameter._backward_hooks or {}).values()
+            yield from (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()
 
 
 class _Reaching:
@@ -82,7 +94,7 @@ class _Reaching:
 
     def __init__(self, names: frozenset[str]) -> None:
         self.found = Reached()
-        self._names = names
+        self._names = set(names)
         self._seen: set[int] = set()
 
     def visit(self, name: str, value: Any, depth: int) -> None:  # noqa: C901  # one case for each kind
@@ -121,6 +133,11 @@ class _Reaching:
         items = value.items() if isinstance(value, Mapping) else enumerate(value)
         for key, each in items:
             self.visit(f"{name}[{key!r}]", each, depth + 1)
+
+    def learn(self, function: Callable[..., Any]) -> None:
+        """Visit a function that torch calls."""
+        self._names |= _names(function)
+        self.visit_function(function, 0)
 
     def visit_function(self, function: Callable[..., Any], depth: int) -> None:
         """Visit what a function's code reads from its surroundings."""
