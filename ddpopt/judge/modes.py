@@ -42,6 +42,7 @@ class Mode:
         captures_backward: whether compiled autograd must capture its backward.
         observable: whether its collectives are those of DDP's C++ reducer.
         optimize_ddp: Dynamo's setting of that name while the mode runs.
+        whole_step: whether a step is one graph, which depends on more than the model.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Mode:
     is_sharded: bool = False
     observable: bool = False
     optimize_ddp: bool | str = False
+    whole_step: bool = False
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -152,13 +154,21 @@ MODES: tuple[Mode, ...] = (
         "ddpopt-split", "ddpopt: one segment for each bucket", "module", ddpopt_with("split"), observable=True
     ),
     Mode("ddpopt-inline", "ddpopt: one graph", "module", ddpopt_with("auto"), observable=True),
-    Mode("ddpopt-step", "ddpopt: a step in one graph", "module", step_with("concat"), observable=True),
+    Mode(
+        "ddpopt-step",
+        "ddpopt: a step in one graph",
+        "module",
+        step_with("concat"),
+        observable=True,
+        whole_step=True,
+    ),
     Mode(
         "ddpopt-step-coalesced",
         "ddpopt: the same, without a buffer for each bucket",
         "module",
         step_with("coalesced"),
         observable=True,
+        whole_step=True,
     ),
     Mode("fully_shard", "FSDP2", "nothing", sharded.fully_sharded, is_sharded=True),
     Mode("replicate", "replicate()", "arguments", sharded.replicated),

@@ -85,7 +85,10 @@ def whole_step(trainer: Any, take_step: Step, decorate: Callable[[Any], Any]) ->
 
     def take() -> None:
         scout = _Scout(place)
-        take_step(scout)
+        try:
+            take_step(scout)
+        except AttributeError as error:
+            raise UnsupportedError(f"a step in one graph has forwards and backwards only: {error}") from error
         if len(scout.parts) > 1 and any(_draws(trainer.parallel.model)):
             raise UnsupportedError("random numbers are seeded between the parts of a step")
         batches = {part: trainer.inputs(part) for part in scout.parts}

@@ -31,11 +31,13 @@ FOR_ALL = "Call DDP once and add the losses, or use no_sync() for all backwards 
 
 @dataclass(frozen=True)
 class Averaged:
-    """A parameter whose gradient a DDP module averages."""
+    """A parameter whose gradient a DDP module averages, and the user's hooks on it."""
 
     replica: "Replica"
     spec: ParamSpec
     parameter: Tensor
+    hooks: tuple[Any, ...]
+    later_hooks: tuple[Any, ...]
 
 
 @dataclass(eq=False)
@@ -90,7 +92,10 @@ def _slots(replicas: Sequence[Replica]) -> Iterator[Averaged]:
             key = id(parameters[spec.name]), str(replica.group.group_name)
             if key not in held:  # else another module averages it already: twice would be the same
                 held.add(key)
-                yield Averaged(replica, spec, parameters[spec.name])
+                own: Any = parameters[spec.name]
+                later = getattr(own, "_post_accumulate_grad_hooks", None) or {}
+                hooks = (own._backward_hooks or {}).values()
+                yield Averaged(replica, spec, own, (*hooks,), (*later.values(),))
 
 
 def _require_supported(replica: Replica) -> None:
@@ -125,11 +130,10 @@ def replicated(
     """
     with contextlib.ExitStack() as stack:
         for slot, averaged in enumerate(slots):
-            fake, own = fake_of(averaged.parameter), averaged.parameter
-            for hook in (own._backward_hooks or {}).values():
+            fake = fake_of(averaged.parameter)
+            for hook in averaged.hooks:
                 stack.callback(fake.register_hook(hook).remove)
-            theirs = getattr(own, "_post_accumulate_grad_hooks", None) or {}
-            for hook in (*theirs.values(), _hook(averaged, slot)):
+            for hook in (*averaged.later_hooks, _hook(averaged, slot)):
                 stack.callback(fake.register_post_accumulate_grad_hook(hook).remove)
         for replica in replicas:
             stack.enter_context(_forward_replaced(replica))
