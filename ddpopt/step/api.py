@@ -5,28 +5,30 @@ function would; or an error says why not, and nothing has changed.
 """
 
 import functools
+import inspect
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
+from torch import fx
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from ddpopt.errors import DdpoptError, UnsupportedError, UsageError
 from ddpopt.graph.nodes import CompilerFn
 from ddpopt.planning.plan import Plan
 from ddpopt.planning.strategy import require_choice
-from ddpopt.step.capture import Captured, StepCall, capture
 from ddpopt.step.collectives import Fusion, insert_collectives, note_running, plan_step
 from ddpopt.step.compiling import compile_step
 from ddpopt.step.failures import WHAT, compare, told
 from ddpopt.step.fallback import Inline
-from ddpopt.step.lift import Inputs
-from ddpopt.step.overrides import Override, Transform, passed
+from ddpopt.step.graphs import Captured, capture
+from ddpopt.step.overrides import Override, Swap, Transform, passed, replacements, swapped
+from ddpopt.step.tracing import Seen, traceable
 
-MOST = 16
-"""Graphs of one step function."""
 Fallback = Literal["inline"]
 logger = logging.getLogger("ddpopt")
 
@@ -36,29 +38,12 @@ class Graph:
     """A compiled step.
 
     Attributes:
-        captured: what was captured.
+        gm: the graph, with its collectives.
         plans: the buckets of each DDP module.
-        run: a function of the numbers and tensors.
-        inputs: the inputs for which it was captured; their tensors may have changed since.
-        sizes: the sizes and strides of its tensors.
-        condition: Python code that tells whether other sizes are right; empty if all are fixed.
     """
 
-    captured: Captured
+    gm: fx.GraphModule
     plans: tuple[Plan, ...]
-    run: Callable[..., Any]
-    inputs: Inputs
-    sizes: tuple[Any, ...]
-    condition: str
-
-    def accepts(self, inputs: Inputs, sizes: tuple[Any, ...]) -> bool:
-        """Whether the graph is right for other inputs."""
-        if inputs.form != self.inputs.form:
-            return False
-        if self.condition and sizes != self.sizes:
-            values = [*inputs.numbers.values(), *inputs.tensors]
-            return bool(self.captured.env.evaluate_guards_expression(self.condition, values))
-        return sizes == self.sizes
 
 
 @dataclass(frozen=True)
@@ -84,8 +69,11 @@ class TrainStep:
         self.graphs: list[Graph] = []
         self._function = function
         self._settings = settings
-        self._lifted: frozenset[str] = frozenset()
+        self._compiled: Any = torch.compile(function, fullgraph=True, backend=self._compile)
+        self._seen = Seen()
         self._agreed: set[Any] = set()
+        self._replaced: dict[DistributedDataParallel, Sequence[Swap]] = {}
+        self._swaps: Sequence[Swap] = ()
         self._inline: Inline | None = None
 
     @property
@@ -95,103 +83,81 @@ class TrainStep:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run a step."""
-        call = StepCall(self._function, args, kwargs)
-        if self._inline is not None:
-            return self._inline.run(call)
+        if self._inline is None:
+            try:
+                return self._run(args, kwargs)
+            except DdpoptError as error:
+                if self._settings.fallback is None:
+                    raise
+                logger.info("ddpopt: the step runs in eager around a compiled model: %s", error)
+                self._inline = Inline(self._settings.backend)
+        with self._inline.calls_compiled():
+            return self._function(*args, **kwargs)
+
+    def _run(self, args: Any, kwargs: Any) -> Any:
+        self._seen = Seen()
+        name = getattr(self._function, "__qualname__", repr(self._function))
+        modules = self._modules(args, kwargs)
+        self._swaps = [swap for ddp in modules for swap in self._replacements(ddp)]
         try:
-            inputs = call.inputs(self._lifted)
-            graph = self._find(inputs) or self._add(call, inputs)
+            with told(name), traceable(self._seen), swapped(self._swaps):
+                return self._compiled(*args, **kwargs)
         except DdpoptError as error:
-            if self._settings.fallback is None:
-                raise
-            logger.info("ddpopt: the step runs in eager around a compiled model: %s", error)
-            self._inline = Inline(self._settings.backend)
-            return self._inline.run(call)
-        if graph.inputs.numbers.keys() != inputs.numbers.keys():  # it was captured just now, for more numbers
-            inputs = call.inputs(self._lifted)
-        note_running(graph.captured, graph.plans)
-        with torch.no_grad():
-            outputs = graph.run(*inputs.numbers.values(), *inputs.tensors)
-        ddps = [each.ddp for each in graph.captured.replicas]
-        return graph.captured.outcome.distribute(inputs, outputs, ddps)
+            if not self._agreed:  # another rank may wait for this one's plan
+                compare([each.process_group for each in modules], (), error)
+            raise
 
-    def _find(self, inputs: Inputs) -> Graph | None:
-        sizes = inputs.sizes
-        return next((graph for graph in self.graphs if graph.accepts(inputs, sizes)), None)
+    def _replacements(self, ddp: DistributedDataParallel) -> Sequence[Swap]:
+        if ddp not in self._replaced:
+            self._replaced[ddp] = [*replacements(ddp.module, self._settings.overrides)]
+        return self._replaced[ddp]
 
-    def _add(self, call: StepCall, inputs: Inputs) -> Graph:
-        if self.graphs:
-            inputs = self._widened(call, inputs)
-        with _disable_current_modes():  # what watches the user's program must not see fake tensors
-            return self._made(call, inputs, self._changing(inputs))
+    def _modules(self, args: Any, kwargs: Any) -> list[Any]:
+        """The DDP modules among the arguments, and the variables that the function reads."""
+        variables = inspect.getclosurevars(inspect.unwrap(self._function))
+        near = tree_leaves([args, kwargs, dict(variables.nonlocals), dict(variables.globals)])
+        return [each for each in near if isinstance(each, DistributedDataParallel)]
 
-    def _made(self, call: StepCall, inputs: Inputs, dynamic: dict[int, frozenset[int]]) -> Graph:
-        captured, plans = self._agree(call, inputs, dynamic)
-        insert_collectives(captured, plans, self._settings.fusion)
-        if (transform := self._settings.transform) is not None:
-            gm = captured.gm
-            captured = replace(captured, gm=passed(lambda: transform(gm), gm, f"{WHAT}(transform=...)"))
-        run = captured.gm if captured.outcome.initializes else compile_step(captured, self._settings.backend)
-        condition = captured.env.produce_guards_expression([*captured.fakes]) if dynamic else ""
-        self.graphs.append(Graph(captured, plans, run, inputs, inputs.sizes, condition or ""))
+    def _compile(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Dynamo's backend: compile its graph of a step."""
+        settings = self._settings
+        with swapped(self._swaps), _disable_current_modes():  # what watches the user's program must not see fake tensors
+            captured, plans = self._agree(gm, inputs)
+            insert_collectives(captured, plans, settings.fusion)
+            whole = captured.gm
+            if (transform := settings.transform) is not None:
+                whole = passed(lambda: transform(captured.gm), captured.gm, f"{WHAT}(transform=...)")
+            graph = Graph(whole, plans)
+            compiled = compile_step(whole, inputs, settings.backend)
+        self.graphs.append(graph)
         sizes = [len(plan.buckets) for plan in plans]
-        logger.info("ddpopt: a train step of %d nodes, buckets: %s", len(captured.gm.graph.nodes), sizes)
-        return self.graphs[-1]
+        logger.info("ddpopt: a train step of %d nodes, buckets: %s", len(whole.graph.nodes), sizes)
 
-    def _widened(self, call: StepCall, inputs: Inputs) -> Inputs:
-        """The inputs, with numbers for the hyperparameters that have changed since an earlier graph."""
-        different = min((inputs.difference(graph.inputs) for graph in self.graphs), key=len)
-        if len(self.graphs) >= MOST:
-            raise UnsupportedError(
-                f"{WHAT}: the step needs more than {MOST} graphs; what changes now is "
-                f"{', '.join(different[:4]) or 'the size of a tensor'}. Keep it the same in all steps, or "
-                "make it a tensor"
-            )
-        numbers = [name for name in different if ".param_groups[" in name]
-        floats = [name for name in numbers if type(inputs.plain.get(name)) is float]
-        if not floats:
-            return inputs
-        self._lifted |= {*floats}
-        return call.inputs(self._lifted)
+        def run(*inputs: Any) -> Any:
+            note_running(captured.replicas, plans)
+            with torch.no_grad():
+                return compiled(*inputs)
 
-    def _changing(self, inputs: Inputs) -> dict[int, frozenset[int]]:
-        """The dimensions of loose tensors that differ from those of an earlier graph."""
-        found: dict[int, frozenset[int]] = {}
-        for graph in self.graphs:
-            if graph.inputs.form == inputs.form:
-                for place in inputs.loose:
-                    pairs = zip(graph.sizes[place][0], inputs.tensors[place].shape, strict=True)
-                    other = frozenset(at for at, (was, now) in enumerate(pairs) if was != now)
-                    if other:
-                        found[place] = found.get(place, frozenset()) | other
-        return found
+        return run
 
-    def _agree(self, call: StepCall, inputs: Inputs, dynamic: Any) -> tuple[Captured, tuple[Plan, ...]]:
+    def _agree(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[Captured, tuple[Plan, ...]]:
         """Capture, and compare the collectives with those of the other ranks, unless they were compared."""
-        captured: Captured | None = None
-        problem: Exception | None = None
-        plans: tuple[Plan, ...] = ()
-        try:
-            with told(getattr(call.function, "__qualname__", repr(call.function))):
-                captured = capture(call, inputs, dynamic, self._settings.overrides)
-            for override in self._settings.overrides:
-                captured = _overridden(captured, inputs, override)
-            plans = plan_step(captured)
-        except DdpoptError as error:
-            problem = error
+        captured = capture(gm, inputs, self._seen)
+        for override in self._settings.overrides:
+            captured = _overridden(captured, inputs, override)
+        plans = plan_step(captured)
         key = tuple(tuple(bucket.params for bucket in plan.buckets) for plan in plans)
-        if not self._agreed or (captured is not None and key not in self._agreed):
-            compare(call.reached().groups(), plans, problem)
+        if key not in self._agreed:
             self._agreed.add(key)
-        if captured is None:
-            assert problem is not None
-            raise problem
+            compare([replica.group for replica in captured.replicas], plans, None)
         return captured, plans
 
 
-def _overridden(captured: Captured, inputs: Inputs, override: Override) -> Captured:
-    gm, names = captured.gm, [node.name for node in captured.gm.graph.find_nodes(op="placeholder")]
-    state = dict(zip(names[len(inputs.numbers) :], inputs.tensors, strict=True))
+def _overridden(captured: Captured, inputs: Sequence[Any], override: Override) -> Captured:
+    gm, placeholders = captured.gm, captured.gm.graph.find_nodes(op="placeholder")
+    state = {
+        node.name: each for node, each in zip(placeholders, inputs, strict=True) if isinstance(each, torch.Tensor)
+    }
     what = f"{type(override).__name__}.transform"
     return replace(captured, gm=passed(lambda: override.transform(gm, state), gm, what))
 

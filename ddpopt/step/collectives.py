@@ -20,7 +20,7 @@ from ddpopt.ddp.impose import imposed_plan
 from ddpopt.planning.bucket_rule import ready_buckets
 from ddpopt.planning.limits import BucketConfig
 from ddpopt.planning.plan import Bucket, Plan, Segment
-from ddpopt.step.capture import Captured
+from ddpopt.step.graphs import Captured
 from ddpopt.step.replicas import AVERAGE, Averaged, Replica
 
 Fusion = Literal["concat", "coalesced"]
@@ -34,9 +34,9 @@ def running_plan(ddp: Any) -> Plan | None:
     return _running.get(ddp)
 
 
-def note_running(captured: Captured, plans: Sequence[Plan]) -> None:
+def note_running(replicas: Sequence[Replica], plans: Sequence[Plan]) -> None:
     """Note that a step trains its DDP modules now."""
-    _running.update((each.ddp, plan) for each, plan in zip(captured.replicas, plans, strict=True))
+    _running.update((each.ddp, plan) for each, plan in zip(replicas, plans, strict=True))
 
 
 def plan_step(captured: Captured) -> tuple[Plan, ...]:
@@ -51,12 +51,8 @@ def plan_step(captured: Captured) -> tuple[Plan, ...]:
         One plan for each module, of one segment: the whole graph.
     """
     nodes = tuple(node.name for node in captured.gm.graph.nodes if node.op not in ("placeholder", "output"))
-    order = [
-        captured.slots[node.args[1]]
-        for node in captured.gm.graph.find_nodes(op="call_function", target=AVERAGE)
-    ]
     return tuple(
-        _plan(replica, [each for each in order if each.replica is replica], nodes)
+        _plan(replica, [each for each in captured.slots if each.replica is replica], nodes)
         for replica in captured.replicas
     )
 
@@ -135,8 +131,6 @@ def _send(
     readers = [user for node in nodes for user in node.users if user not in nodes]
     reader = min(readers, key=order.__getitem__) if readers else graph.output_node()
     builder = _Builder(graph, label)
-    with graph.inserting_after(nodes[-1]):
-        pass
     cursor = nodes[-1].next
     gradients = [node.args[0] for node in nodes]
     layouts = [_Layout.of(node.meta["val"]) for node in nodes]

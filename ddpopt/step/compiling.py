@@ -7,23 +7,19 @@ sizes, so changing numbers become tensors.
 Invariant: settings of torch are changed only while a backend compiles, and are then as before.
 """
 
-import contextlib
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import fx
-from torch._guards import TracingContext, tracing
 from torch.fx.passes import _tensorify_python_scalars
 
 from ddpopt.dynamo.backend import configured, find_compiler
 from ddpopt.graph.effects import written_storages
 from ddpopt.graph.nodes import CompilerFn, body_nodes, storages
 from ddpopt.inline.inductor import is_inductor
-from ddpopt.step.capture import Captured
-from ddpopt.step.numbers import as_tensors
+from ddpopt.step.numbers import numbers_as_tensors
 from ddpopt.step.schedule import Schedule
 
 IN_ORDER: dict[str, Any] = {
@@ -33,31 +29,26 @@ IN_ORDER: dict[str, Any] = {
 }
 
 
-def compile_step(captured: Captured, backend: str | CompilerFn) -> Callable[..., Any]:
-    """Compile a captured step.
+def compile_step(gm: fx.GraphModule, inputs: Sequence[Any], backend: str | CompilerFn) -> Callable[..., Any]:
+    """Compile the graph of a step, while Dynamo compiles.
 
     Args:
-        captured: the step, with its collectives.
+        gm: the graph, with its collectives.
+        inputs: its inputs.
         backend: a Dynamo backend.
 
     Returns:
         A function of the graph's inputs.
     """
-    compiler, gm = find_compiler(backend), captured.gm
-    fakes = [*captured.fakes]
-    numbers = sum(isinstance(each, torch.SymFloat) for each in fakes)
-    inductor = is_inductor(compiler)
-    if inductor:
+    compiler = find_compiler(backend)
+    if is_inductor(compiler):
         compiler = configured(compiler, options=IN_ORDER)
-        as_tensors(gm, numbers)
-        for place in range(numbers):
-            fakes[place] = fakes[-1].fake_mode.from_tensor(
-                torch.zeros((), dtype=torch.float64), static_shapes=True
-            )
+        numbers_as_tensors(gm)
     _relax_views(gm)
-    with _settings(captured):
-        run = compiler(gm, fakes)
-    return functools.partial(_with_tensors, run, numbers) if inductor else run
+    # it would take the numbers for constants
+    untouched = patch.object(_tensorify_python_scalars, "_is_tensorify_enabled", lambda: False)
+    with untouched, torch.no_grad():
+        return compiler(gm, [*inputs])
 
 
 def _relax_views(gm: fx.GraphModule) -> None:
@@ -70,19 +61,3 @@ def _relax_views(gm: fx.GraphModule) -> None:
         if not any(key in written for key in storages(node)):
             node.target = torch.ops.aten.reshape.default
     gm.recompile()
-
-
-def _with_tensors(run: Callable[..., Any], numbers: int, *inputs: Any) -> Any:
-    tensors = [torch.tensor(value, dtype=torch.float64) for value in inputs[:numbers]]
-    return run(*tensors, *inputs[numbers:])
-
-
-@contextlib.contextmanager
-def _settings(captured: Captured) -> Iterator[None]:
-    mode = captured.fakes[-1].fake_mode
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(tracing(TracingContext(mode)))
-        # it would take the numbers for constants
-        stack.enter_context(patch.object(_tensorify_python_scalars, "_is_tensorify_enabled", lambda: False))
-        yield

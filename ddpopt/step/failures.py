@@ -6,60 +6,73 @@ Invariant: of the ranks that agree for the first time, all capture the same coll
 import contextlib
 import linecache
 import os
-import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
 import ddpopt.errors
 from ddpopt.ddp.deferral import LONGEST_WAIT
 from ddpopt.ddp.plan_exchange import exchange_plans, plan_difference, same_buckets
-from ddpopt.errors import DdpoptError, PlanMismatchError, UnsupportedError, UsageError
+from ddpopt.errors import DdpoptError, PlanMismatchError, UnsupportedError
 from ddpopt.planning.plan import Plan
 
 WHAT = "ddpopt.train_step"
 LIBRARIES = tuple(
     os.path.dirname(module.__file__ or "") + os.sep for module in (torch, contextlib, ddpopt.errors)
 )
-DEPENDS = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
+FROM_DYNAMO = (TorchDynamoException, FailOnRecompileLimitHit)
+DEPENDS = ("Data-dependent branching",)
 
 
 @contextlib.contextmanager
 def told(name: str) -> Iterator[None]:
-    """Say of an error inside this block which of the user's lines it is about.
+    """Say of an error of Dynamo inside this block which of the user's lines it is about.
 
     Args:
         name: of the user's function.
 
     Raises:
-        UnsupportedError: the block raised an error that is not ddpopt's own.
+        UnsupportedError: Dynamo cannot trace the function.
+        DdpoptError: as it was raised while Dynamo traced or compiled.
     """
     try:
         yield
-    except UsageError as error:
-        where = _where(error)
-        raise type(error)(f"{error}. {where.rstrip(': ')}" if where else str(error)) from error
-    except DdpoptError:
-        raise
     except Exception as error:
-        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-        if isinstance(error, DEPENDS):
-            reason = (
-                "it depends on values of a tensor, which are not known while the step is captured; return "
-                "the tensor and read it after the step, or use torch.where instead of a branch"
-            )
+        if not (isinstance(error, FROM_DYNAMO) or hasattr(error, "real_stack")):
+            raise
+        if (own := _own(error)) is not None:
+            where = _where(error)
+            raise type(own)(f"{own}. {where.rstrip(': ')}" if where else str(own)) from error
         raise UnsupportedError(
-            f"{WHAT}: {name} cannot be captured as one graph. {_where(error)}{reason}\n"
+            f"{WHAT}: {name} cannot be captured as one graph. {_where(error)}{_reason(error)}\n"
             "fallback='inline' runs the function in eager around ddpopt.compile(model)"
         ) from error
 
 
+def _own(error: BaseException | None) -> DdpoptError | None:
+    """The error of ddpopt that made Dynamo fail."""
+    while error is not None and not isinstance(error, DdpoptError):
+        error = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__
+    return error
+
+
+def _reason(error: Exception) -> str:
+    if getattr(error, "gb_type", None) in DEPENDS:
+        return (
+            "it depends on values of a tensor, which are not known while the step is captured; return "
+            "the tensor and read it after the step, or use torch.where instead of a branch"
+        )
+    lines = [line.strip() for line in str(error).partition("\n\nfrom user code")[0].splitlines()]
+    told = [line for line in lines if line and not line.startswith(("Developer debug", "For more details"))]
+    return " ".join(told)
+
+
 def _where(error: BaseException) -> str:
     """The innermost line of the user's code in an error's traceback."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _of_library(frame.filename)]
+    stack = getattr(error, "real_stack", None) or ()
+    frames = [frame for frame in stack if not _of_library(frame.filename)]
     if not frames:
         return ""
     last = frames[-1]

@@ -4,14 +4,14 @@ Invariant: the user's function runs as it is written; only calls of a DDP module
 """
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any, cast
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest.mock import patch
 
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.dynamo.api import compile as ddpopt_compile
 from ddpopt.graph.nodes import CompilerFn
-from ddpopt.step.capture import StepCall
 
 
 class Inline:
@@ -24,37 +24,29 @@ class Inline:
     def __init__(self, backend: str | CompilerFn) -> None:
         self._backend = backend
         self._compiled: dict[int, Any] = {}
-
-    def run(self, call: StepCall) -> Any:
-        """Run a call of the user's function."""
-        with contextlib.ExitStack() as stack:
-            for _, module in call.reached().every_module():
-                if isinstance(module, DistributedDataParallel):
-                    stack.enter_context(self._calls_compiled(module))
-            return call.function(*call.args, **call.kwargs)
+        self._running: list[Any] = []
 
     @contextlib.contextmanager
-    def _calls_compiled(self, ddp: DistributedDataParallel) -> Iterator[None]:
-        """In this block calls of a DDP module go to its compiled form."""
+    def calls_compiled(self) -> Iterator[None]:
+        """In this block calls of DDP modules go to their compiled forms."""
+        with patch.object(DistributedDataParallel, "forward", _forward(self, DistributedDataParallel.forward)):
+            yield
+
+    def run(self, ddp: Any, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call the compiled form of a DDP module, which calls its own forward."""
+        if ddp in self._running:
+            return own(ddp, *args, **kwargs)
         if id(ddp) not in self._compiled:
             self._compiled[id(ddp)] = ddpopt_compile(ddp, backend=self._backend)
-        compiled, own = self._compiled[id(ddp)], vars(ddp)
-        before, entered = own.get("forward"), False
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            nonlocal entered
-            if entered:  # the compiled form calls the module itself
-                return cast(Any, type(ddp)).forward(ddp, *args, **kwargs)
-            entered = True
-            try:
-                return compiled(*args, **kwargs)
-            finally:
-                entered = False
-
-        own["forward"] = forward
+        self._running.append(ddp)
         try:
-            yield
+            return self._compiled[id(ddp)](*args, **kwargs)
         finally:
-            del own["forward"]
-            if before is not None:
-                own["forward"] = before
+            self._running.remove(ddp)
+
+
+def _forward(inline: Inline, own: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:  # the backend looks for DDP as `self`
+        return inline.run(self, own, args, kwargs)
+
+    return forward

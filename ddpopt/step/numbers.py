@@ -30,23 +30,27 @@ TAKES_BOTH = (
 )  # fmt: skip
 
 
-def as_tensors(gm: fx.GraphModule, count: int) -> None:
-    """Make tensors of the first inputs of a graph, which are numbers.
+def numbers_as_tensors(gm: fx.GraphModule) -> None:
+    """Read no number from a tensor: use the tensor itself.
 
     Args:
         gm: the graph, which is changed.
-        count: how many of its inputs are numbers.
 
     Raises:
         UnsupportedError: an operation takes such a number, but no tensor instead.
     """
-    numbers = dict.fromkeys(gm.graph.find_nodes(op="placeholder")[:count])
+    numbers: dict[fx.Node, None] = {}
     for node in [*gm.graph.nodes]:
-        if node.op == "call_function" and any(each in numbers for each in node.all_input_nodes):
+        if node.target == aten._local_scalar_dense.default:
+            numbers[node] = None
+        elif node.op == "call_function" and any(each in numbers for each in node.all_input_nodes):
             if node.target in ARITHMETIC:
                 numbers[node] = None
             else:
                 _adapt(gm.graph, node, numbers)
+    for node in gm.graph.find_nodes(op="call_function", target=aten._local_scalar_dense.default):
+        node.replace_all_uses_with(node.args[0])
+        gm.graph.erase_node(node)
     gm.recompile()
 
 

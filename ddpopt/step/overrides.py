@@ -6,9 +6,11 @@ one of any module.
 Invariant: a pass changes how a step is computed, never what it takes and returns, nor what is sent.
 """
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -152,9 +154,33 @@ class _Call(torch.autograd.Function):
         return None, *(gradient if needed else None for gradient, needed in wanted)
 
 
-def replacements(root: nn.Module, overrides: Sequence[Override]) -> Iterator[tuple[Any, str, nn.Module]]:
-    """The submodules to replace: the dictionary that holds one, its key there, and its stand-in."""
-    for name, module in [*root.named_modules()]:
+@dataclass
+class Swap:
+    """A place of a submodule, and the module to put there."""
+
+    held: Any
+    key: str
+    other: nn.Module
+
+
+@contextlib.contextmanager
+def swapped(swaps: Sequence[Swap]) -> Iterator[None]:
+    """In this block the other modules are in their places; in a block inside, the own ones are again."""
+    _exchange(swaps)
+    try:
+        yield
+    finally:
+        _exchange(swaps)
+
+
+def _exchange(swaps: Sequence[Swap]) -> None:
+    for swap in swaps:
+        swap.held[swap.key], swap.other = swap.other, swap.held[swap.key]
+
+
+def replacements(root: nn.Module, overrides: Sequence[Override]) -> Iterator[Swap]:
+    """The submodules to replace."""
+    for name, module in [*root.named_modules()] if overrides else ():
         for key, child in [*module._modules.items()]:
             path = f"{name}.{key}" if name else key
             if child is None:
@@ -163,7 +189,7 @@ def replacements(root: nn.Module, overrides: Sequence[Override]) -> Iterator[tup
             for override in overrides:
                 made = override.replacement(path, made)
             if made is not child:
-                yield module._modules, key, made
+                yield Swap(module._modules, key, made)
 
 
 def passed(change: Callable[[], fx.GraphModule | None], gm: fx.GraphModule, what: str) -> fx.GraphModule:
