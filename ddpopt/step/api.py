@@ -95,33 +95,31 @@ class TrainStep:
             return self._function(*args, **kwargs)
 
     def _run(self, args: Any, kwargs: Any) -> Any:
-        self._seen = Seen()
         name = getattr(self._function, "__qualname__", repr(self._function))
-        modules = self._modules(args, kwargs)
-        self._swaps = [swap for ddp in modules for swap in self._replacements(ddp)]
+        self._swaps = self._replacements(args, kwargs) if self._settings.overrides else []
         try:
             with told(name), traceable(self._seen), swapped(self._swaps):
                 return self._compiled(*args, **kwargs)
         except DdpoptError as error:
             if not self._agreed:  # another rank may wait for this one's plan
-                compare([each.process_group for each in modules], (), error)
+                compare([replica.group for replica in self._seen.replicas.values()], (), error)
             raise
 
-    def _replacements(self, ddp: DistributedDataParallel) -> Sequence[Swap]:
-        if ddp not in self._replaced:
-            self._replaced[ddp] = [*replacements(ddp.module, self._settings.overrides)]
-        return self._replaced[ddp]
-
-    def _modules(self, args: Any, kwargs: Any) -> list[Any]:
-        """The DDP modules among the arguments, and the variables that the function reads."""
-        variables = inspect.getclosurevars(inspect.unwrap(self._function))
-        near = tree_leaves([args, kwargs, dict(variables.nonlocals), dict(variables.globals)])
-        return [each for each in near if isinstance(each, DistributedDataParallel)]
+    def _replacements(self, args: Any, kwargs: Any) -> list[Swap]:
+        """The submodules to replace in the DDP modules that the function can read."""
+        read = inspect.getclosurevars(inspect.unwrap(self._function))
+        near = tree_leaves([args, kwargs, {**read.globals}, {**read.nonlocals}])
+        ddps = [each for each in near if isinstance(each, DistributedDataParallel)]
+        for ddp in ddps:
+            if ddp not in self._replaced:
+                self._replaced[ddp] = [*replacements(ddp.module, self._settings.overrides)]
+        return [swap for ddp in dict.fromkeys(ddps) for swap in self._replaced[ddp]]
 
     def _compile(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Dynamo's backend: compile its graph of a step."""
         settings = self._settings
-        with swapped(self._swaps), _disable_current_modes():  # what watches the user's program must not see fake tensors
+        # what watches the user's program must not see fake tensors
+        with swapped(self._swaps), _disable_current_modes():
             captured, plans = self._agree(gm, inputs)
             insert_collectives(captured, plans, settings.fusion)
             whole = captured.gm
@@ -142,6 +140,11 @@ class TrainStep:
 
     def _agree(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[Captured, tuple[Plan, ...]]:
         """Capture, and compare the collectives with those of the other ranks, unless they were compared."""
+        if not self._seen.replicas:
+            raise UsageError(
+                f"{WHAT}: expected that the step calls a DistributedDataParallel module, and it calls none; "
+                "wrap the model in DDP first"
+            )
         captured = capture(gm, inputs, self._seen)
         for override in self._settings.overrides:
             captured = _overridden(captured, inputs, override)
@@ -156,7 +159,9 @@ class TrainStep:
 def _overridden(captured: Captured, inputs: Sequence[Any], override: Override) -> Captured:
     gm, placeholders = captured.gm, captured.gm.graph.find_nodes(op="placeholder")
     state = {
-        node.name: each for node, each in zip(placeholders, inputs, strict=True) if isinstance(each, torch.Tensor)
+        node.name: each
+        for node, each in zip(placeholders, inputs, strict=True)
+        if isinstance(each, torch.Tensor)
     }
     what = f"{type(override).__name__}.transform"
     return replace(captured, gm=passed(lambda: override.transform(gm, state), gm, what))

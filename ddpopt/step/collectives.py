@@ -7,14 +7,13 @@ fusion ``"concat"`` its gradients are copied into one buffer, which is scaled on
 Invariant: no gradient is left alone or sent twice; a bucket has one process group, dtype and device.
 """
 
-import math
 import operator
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from ddpopt.ddp.impose import imposed_plan
 from ddpopt.planning.bucket_rule import ready_buckets
@@ -94,107 +93,76 @@ def insert_collectives(captured: Captured, plans: Sequence[Plan], fusion: Fusion
         marked[captured.replicas.index(each.replica), each.spec.name] = node
     order = {node: place for place, node in enumerate(graph.nodes)}
     for number, plan in enumerate(plans):
+        prefix = "" if len(plans) == 1 else f"module_{number}_"
+        group = captured.replicas[number].group
         for bucket in plan.buckets:
             nodes = sorted((marked[number, name] for name in bucket.params), key=order.__getitem__)
-            _send(
-                graph,
-                nodes,
-                _Ranks(captured.replicas[number].group),
-                fusion,
-                order,
-                _label(number, len(plans), bucket),
-            )
+            readers = [user for node in nodes for user in node.users if user not in nodes]
+            reader = min(readers, key=order.__getitem__, default=graph.output_node())
+            _Send(graph, f"{prefix}bucket_{bucket.index}", nodes, reader).insert(fusion, group)
     captured.gm.graph.lint()
     captured.gm.recompile()
 
 
-def _label(module: int, modules: int, bucket: Bucket) -> str:
-    return f"bucket_{bucket.index}" if modules == 1 else f"module_{module}_bucket_{bucket.index}"
+class _Send:
+    """Sends the gradients of a bucket; the names of its nodes say which one.
 
+    Args:
+        graph: the graph of the step.
+        label: the name of the bucket.
+        nodes: the marks of its gradients.
+        reader: the first node that reads one of them.
+    """
 
-class _Ranks:
-    """A process group, as functional collectives name it."""
+    def __init__(self, graph: fx.Graph, label: str, nodes: Sequence[fx.Node], reader: fx.Node) -> None:
+        self.graph, self.label, self.nodes, self.reader = graph, label, nodes, reader
 
-    def __init__(self, group: Any) -> None:
-        self.name = str(group.group_name)
-        self.scale = 1.0 / group.size()
+    def _add(self, what: str, target: Callable[..., Any], *args: Any) -> fx.Node:
+        return self.graph.create_node("call_function", target, args, name=f"{self.label}_{what}")
 
+    def insert(self, fusion: Fusion, group: Any) -> None:
+        """Put the collective where the last gradient is ready, and the wait where the first one is read."""
+        name, scale = str(group.group_name), 1.0 / group.size()
+        with self.graph.inserting_before(self.nodes[-1].next):
+            if fusion == "concat":
+                scaled: Any = self._add("scaled", aten.mul.Tensor, self._flat(), scale)
+                start = self._add("all_reduce", functional.all_reduce.default, scaled, "sum", name)
+            else:
+                scaled = [self._add("scaled", aten.mul.Tensor, node.args[0], scale) for node in self.nodes]
+                start = self._add("all_reduce", functional.all_reduce_coalesced.default, scaled, "sum", name)
+                sent = [self._add("sent", operator.getitem, start, place) for place in range(len(scaled))]
+        with self.graph.inserting_before(self.reader):
+            if fusion == "concat":
+                results = self._parts(self._add("wait", functional.wait_tensor.default, start))
+            else:
+                results = [self._add("wait", functional.wait_tensor.default, each) for each in sent]
+        for node, result in zip(self.nodes, results, strict=True):
+            node.replace_all_uses_with(result)
+            self.graph.erase_node(node)
 
-def _send(
-    graph: fx.Graph,
-    nodes: Sequence[fx.Node],
-    group: _Ranks,
-    fusion: Fusion,
-    order: Mapping[fx.Node, int],
-    label: str,
-) -> None:
-    readers = [user for node in nodes for user in node.users if user not in nodes]
-    reader = min(readers, key=order.__getitem__) if readers else graph.output_node()
-    builder = _Builder(graph, label)
-    cursor = nodes[-1].next
-    gradients = [node.args[0] for node in nodes]
-    layouts = [_Layout.of(node.meta["val"]) for node in nodes]
-    with graph.inserting_before(cursor):
-        if fusion == "concat":
-            flat = [layout.flattened(builder, each) for layout, each in zip(layouts, gradients, strict=True)]
-            whole = flat[0] if len(flat) == 1 else builder("flat", aten.cat.default, flat)
-            scaled = builder("scaled", aten.mul.Tensor, whole, group.scale)
-            sent = [builder("all_reduce", functional.all_reduce.default, scaled, "sum", group.name)]
-        else:
-            parts = [builder("scaled", aten.mul.Tensor, each, group.scale) for each in gradients]
-            all_sent = builder(
-                "all_reduce", functional.all_reduce_coalesced.default, parts, "sum", group.name
-            )
-            sent = [builder("sent", operator.getitem, all_sent, place) for place in range(len(parts))]
-    with graph.inserting_before(reader):
-        waited = [builder("wait", functional.wait_tensor.default, each) for each in sent]
-        if fusion == "concat":
-            sizes = [layout.numel for layout in layouts]
-            if len(sizes) > 1:
-                pieces = builder("pieces", aten.split_with_sizes.default, waited[0], sizes)
-                waited = [builder("piece", operator.getitem, pieces, place) for place in range(len(sizes))]
-            waited = [layout.restored(builder, each) for layout, each in zip(layouts, waited, strict=True)]
-    for node, result in zip(nodes, waited, strict=True):
-        node.replace_all_uses_with(result)
-        graph.erase_node(node)
+    def _flat(self) -> fx.Node:
+        """All gradients in one buffer, each as it lies in memory."""
+        parts = []
+        for node in self.nodes:
+            gradient: Any = node.args[0]
+            value = node.meta["val"]
+            if not value.is_contiguous():
+                order = sorted(range(value.dim()), key=lambda at: -value.stride(at))
+                gradient = self._add("permuted", aten.permute.default, gradient, order)
+            parts.append(self._add("part", aten.reshape.default, gradient, [value.numel()]))
+        return parts[0] if len(parts) == 1 else self._add("flat", aten.cat.default, parts)
 
-
-class _Builder:
-    """Adds nodes whose names say which bucket they belong to, with their values."""
-
-    def __init__(self, graph: fx.Graph, label: str) -> None:
-        self._graph = graph
-        self._label = label
-
-    def __call__(self, what: str, target: Callable[..., Any], *args: Any) -> fx.Node:
-        return self._graph.create_node("call_function", target, args, name=f"{self._label}_{what}")
-
-
-class _Layout:
-    """How a gradient lies in memory, to copy it into a flat buffer and back without a change of strides."""
-
-    def __init__(self, shape: Sequence[int], order: Sequence[int]) -> None:
-        self.shape = [*shape]
-        self.order = [*order]
-        self.numel = math.prod(shape)
-
-    @classmethod
-    def of(cls, gradient: Tensor) -> "_Layout":
-        strides = gradient.stride()
-        return cls(gradient.shape, sorted(range(gradient.dim()), key=lambda at: -strides[at]))
-
-    @property
-    def _sorted(self) -> bool:
-        return self.order == sorted(self.order)
-
-    def flattened(self, build: _Builder, gradient: Any) -> fx.Node:
-        if not self._sorted:
-            gradient = build("permuted", aten.permute.default, gradient, self.order)
-        return build("part", aten.reshape.default, gradient, [self.numel])
-
-    def restored(self, build: _Builder, piece: fx.Node) -> fx.Node:
-        if self._sorted:
-            return build("gradient", aten.view.default, piece, self.shape)
-        inner = build("permuted", aten.view.default, piece, [self.shape[at] for at in self.order])
-        back = [self.order.index(at) for at in range(len(self.order))]
-        return build("gradient", aten.permute.default, inner, back)
+    def _parts(self, flat: fx.Node) -> list[fx.Node]:
+        """The gradients in a buffer, with the strides that they had."""
+        values = [node.meta["val"] for node in self.nodes]
+        pieces = [flat]
+        if len(values) > 1:
+            sizes = [value.numel() for value in values]
+            split = self._add("pieces", aten.split_with_sizes.default, flat, sizes)
+            pieces = [self._add("piece", operator.getitem, split, place) for place in range(len(sizes))]
+        return [
+            self._add("gradient", aten.view.default, piece, [*value.shape])
+            if value.is_contiguous()
+            else self._add("gradient", aten.as_strided.default, piece, [*value.shape], [*value.stride()])
+            for piece, value in zip(pieces, values, strict=True)
+        ]

@@ -29,7 +29,9 @@ class Inline:
     @contextlib.contextmanager
     def calls_compiled(self) -> Iterator[None]:
         """In this block calls of DDP modules go to their compiled forms."""
-        with patch.object(DistributedDataParallel, "forward", _forward(self, DistributedDataParallel.forward)):
+        with patch.object(
+            DistributedDataParallel, "forward", _forward(self, DistributedDataParallel.forward)
+        ):
             yield
 
     def run(self, ddp: Any, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:

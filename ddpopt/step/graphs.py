@@ -44,14 +44,9 @@ def capture(gm: fx.GraphModule, inputs: Sequence[Any], seen: Seen) -> Captured:
         seen: the modules and optimizers of the step.
 
     Raises:
-        UsageError: the step is no data-parallel step, or leaves gradients that DDP would not.
+        UsageError: the step leaves gradients that DDP would not, or has an optimizer of another model.
     """
     replicas = tuple(seen.replicas.values())
-    if not replicas:
-        raise UsageError(
-            "train_step: expected that the step calls a DistributedDataParallel module, and it calls none; "
-            "wrap the model in DDP first"
-        )
     recorded = _recorded(gm, inputs)
     slots = _mark(recorded.graph, inputs, seen)
     _require_own_optimizers(seen)
@@ -100,7 +95,8 @@ def _mark(graph: fx.Graph, inputs: Sequence[Any], seen: Seen) -> tuple[Averaged,
     ends = graph.find_nodes(op="call_function", target=ACCUMULATED)
     for begin, end in sorted(zip(begins, ends, strict=True), key=lambda pair: order[pair[0].args[1]]):
         parameter, gradient, modules = end.args
-        found = [each for each in known.get(id(real.get(parameter)), ()) if id(each.replica.ddp) in modules]
+        averaged_by = known.get(id(real.get(_origin(parameter))), ())
+        found = [each for each in averaged_by if id(each.replica.ddp) in modules]
         for averaged in found:
             if averaged in slots:
                 raise UsageError(
@@ -118,6 +114,13 @@ def _mark(graph: fx.Graph, inputs: Sequence[Any], seen: Seen) -> tuple[Averaged,
         graph.erase_node(end)
         graph.erase_node(begin)
     return tuple(slots)
+
+
+def _origin(node: Any) -> fx.Node:
+    """A tensor before the step wrote to it."""
+    while node.op == "call_function" and node.target._schema.name.endswith("_"):
+        node = node.args[0]
+    return node  # type: ignore[no-any-return]  # a node
 
 
 def _move_up(begin: fx.Node, last: fx.Node) -> None:
@@ -143,6 +146,6 @@ def _require_own_optimizers(seen: Seen) -> None:
             modules = ", ".join(replica.name for replica in seen.replicas.values())
             raise UsageError(
                 f"train_step: {name} ({type(optimizer).__name__}) holds no parameter of {modules}: was it "
-                "built for another model, or before the parameters were replaced? Build it from the model that "
-                "the step trains"
+                "built for another model, or before the parameters were replaced? Build it from the model "
+                "that the step trains"
             )

@@ -66,8 +66,8 @@ class _Opaque(nn.Module):
 
     def forward(self, *inputs: Tensor) -> Any:
         parameters = dict(vars(self)["module"].named_parameters())
-        tensors = (*inputs, *(parameters[name] for name in self.names))
-        return _Call.apply(self.handle, *tensors)  # type: ignore[no-untyped-call]  # of torch
+        tensors = [*inputs, *(parameters[name] for name in self.names)]
+        return torch.ops.ddpopt.opaque(self.handle, tensors)
 
     def run(self, tensors: Sequence[Tensor]) -> Tensor:
         """Call the module with inputs and parameters."""
@@ -140,18 +140,17 @@ for _name, _real, _made in (("opaque", _run, _fake), ("opaque_backward", _run_ba
     torch.library.register_fake(f"ddpopt::{_name}", _made, lib=_library)
 
 
-class _Call(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, handle: int, *tensors: Tensor) -> Any:
-        ctx.handle = handle
-        ctx.save_for_backward(*tensors)
-        return torch.ops.ddpopt.opaque(handle, tensors)
+def _save(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG001  # torch passes it
+    ctx.handle = inputs[0]
+    ctx.save_for_backward(*inputs[1])
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        found = torch.ops.ddpopt.opaque_backward(ctx.handle, gradients[0], ctx.saved_tensors)
-        wanted = zip(found, ctx.needs_input_grad[1:], strict=True)
-        return None, *(gradient if needed else None for gradient, needed in wanted)
+
+def _backward(ctx: Any, gradient: Tensor) -> Any:
+    found = torch.ops.ddpopt.opaque_backward(ctx.handle, gradient, [*ctx.saved_tensors])
+    return None, [each if each.is_floating_point() else None for each in found]
+
+
+torch.library.register_autograd("ddpopt::opaque", _backward, setup_context=_save, lib=_library)
 
 
 @dataclass
@@ -180,7 +179,7 @@ def _exchange(swaps: Sequence[Swap]) -> None:
 
 def replacements(root: nn.Module, overrides: Sequence[Override]) -> Iterator[Swap]:
     """The submodules to replace."""
-    for name, module in [*root.named_modules()] if overrides else ():
+    for name, module in [*root.named_modules()]:
         for key, child in [*module._modules.items()]:
             path = f"{name}.{key}" if name else key
             if child is None:

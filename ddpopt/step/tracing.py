@@ -1,10 +1,11 @@
 """What Dynamo sees of DDP and of optimizers while it traces a train step.
 
-Dynamo traces ``backward()`` as ``torch.autograd.grad`` and one accumulation for each parameter. In a step DDP's
-forward needs no reducer, accumulations of a synchronized backward are marked with operators, and optimizers are
-traced as the Python code that they are.
+Dynamo traces ``backward()`` as ``torch.autograd.grad`` and one accumulation for each parameter. In a step
+DDP's forward needs no reducer, accumulations of a synchronized backward are marked with operators, and
+optimizers are traced as the Python code that they are.
 
-Uses private parts of torch: the variable of optimizers, the accumulation and the automatic dynamism of Dynamo.
+Uses private parts of torch: how Dynamo represents optimizers, accumulates gradients, and remembers which
+numbers change.
 
 Invariant: torch is changed only while a step is called.
 """
@@ -15,7 +16,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
@@ -58,11 +59,27 @@ ACCUMULATED: Any = torch.ops.ddpopt.accumulated.default
 
 
 class Seen:
-    """The DDP modules and optimizers that Dynamo meets in a step, by ``id``."""
+    """What Dynamo meets in a step.
+
+    Attributes:
+        replicas: the DDP modules, by ``id``.
+        optimizers: the optimizers with their names, by ``id``.
+        averaging: ``id`` of the modules whose next backward is averaged.
+        done: of these, those whose backward has run.
+        traced: DDP's forward and the accumulation of a gradient, as Dynamo traces them.
+    """
 
     def __init__(self) -> None:
         self.replicas: dict[int, Replica] = {}
         self.optimizers: dict[int, tuple[str, Optimizer]] = {}
+        self.averaging: list[int] = []
+        self.done: list[int] = []
+        self.traced = _traced(self)
+
+    def forget(self) -> None:
+        """Begin another step."""
+        for each in (self.replicas, self.optimizers, self.averaging, self.done):
+            each.clear()
 
 
 @contextlib.contextmanager
@@ -72,11 +89,12 @@ def traceable(seen: Seen) -> Iterator[None]:
     Args:
         seen: what Dynamo meets is added to it.
     """
-    forward, accumulate = _traced(seen)
+    seen.forget()
+    forward, accumulate = seen.traced
     with ExitStack() as stack:
         stack.callback(_unname_constants)
         _unname_constants()
-        stack.enter_context(torch._dynamo.config.patch(_settings()))  # type: ignore[no-untyped-call]  # of torch
+        stack.enter_context(torch._dynamo.config.patch(_settings()))
         for holder, name, value in (
             (DistributedDataParallel, "forward", forward),
             (polyfills, "accumulate_grad", accumulate),
@@ -106,12 +124,7 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 def _traced(seen: Seen) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """DDP's forward and the accumulation of a gradient, as Dynamo traces them.
-
-    The lists hold the modules whose next backward is averaged, and those of them whose backward has run.
-    """
-    averaging: list[int] = []
-    done: list[int] = []
+    averaging, done = seen.averaging, seen.done
 
     def note(ctx: Any) -> None:
         variable = ctx.get_local("self")._i_will_not_complain_if_bc_breaks_VariableTracker()
@@ -136,9 +149,9 @@ def _traced(seen: Seen) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
     def accumulate(parameter: Tensor, gradient: Tensor | None, new: Tensor | None) -> Tensor | None:
         if new is None or not averaging:
-            return _accumulate(parameter, gradient, new)
+            return cast("Tensor | None", _accumulate(parameter, gradient, new))
         done[:] = averaging
-        found = _accumulate(parameter, gradient, torch.ops.ddpopt.ready(parameter, new))
+        found: Tensor = _accumulate(parameter, gradient, torch.ops.ddpopt.ready(parameter, new))
         found = torch.ops.ddpopt.accumulated(parameter, found, averaging)
         return found if gradient is None else gradient.copy_(found)
 
@@ -148,7 +161,7 @@ def _traced(seen: Seen) -> tuple[Callable[..., Any], Callable[..., Any]]:
 _gradient: Any = TensorVariable.method_attr_grad
 _eager_backward: Any = torch.autograd.backward
 _accumulate: Any = polyfills.accumulate_grad
-_process: Any = builder.process_automatic_dynamic
+_process: Any = builder.process_automatic_dynamic  # type: ignore[attr-defined]  # it imports it
 
 
 def _with_changing_rates(tx: Any, name: str, entry: Any, **options: Any) -> Any:
@@ -166,7 +179,7 @@ def _unname_constants() -> None:
 def _backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
     """``torch.autograd.backward``; Dynamo traces only the method of a tensor."""
     if torch.compiler.is_dynamo_compiling() and isinstance(tensors, Tensor):
-        tensors.backward(*args, **kwargs)
+        tensors.backward(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch types it not
     else:
         _eager_backward(tensors, *args, **kwargs)
 

@@ -348,11 +348,11 @@ def updating(model: Any, x: Tensor, optimizer: Any) -> None:
 
 OTHER = nn.Linear(2, 2)
 REFUSED: dict[str, tuple[Any, Any, str]] = {
-    "no DDP module": (lambda model, x: model(x).sum(), lambda model: model.module, "got model (Net)"),
+    "no DDP module": (lambda model, x: model(x).sum(), lambda model: model.module, "calls a DistributedDataParallel module, and it calls none"),
     "twice": (twice, None, "two backward passes of one step reduce the gradient of 'layers.3.bias' of model"),
     "branch": (branching, None, "in branching: `if loss > 0:`: it depends on values of a tensor"),
     "ranks differ": (differing, None, "the ranks' steps do not average the same gradients"),
-    "generator": (counting, None, "changes the state of torch's generator"),
+    "generator": (counting, None, "in counting: `torch.manual_seed(0)`"),
     "another model's optimizer": (updating, None, "optimizer (SGD) holds no parameter of model"),
     "fused": (updating, None, "optimizer is AdamW(fused=True)"),
 }
