@@ -248,12 +248,8 @@ class Sight:
 
     def reach(self, loss: Tensor) -> None:
         """Record the leaves outside DDP that a loss sends gradients to."""
-        self.reach_leaves(reached(loss))
-
-    def reach_leaves(self, leaves: Iterable[Tensor]) -> None:
-        """Record those of the leaves of a loss that are outside DDP."""
         known = self._parameters() | {id(tensor) for tensor in self._inputs.values()}
-        for leaf in leaves:
+        for leaf in reached(loss):
             if id(leaf) not in known:
                 self._outside[id(leaf)] = leaf
                 self._clear_once(leaf)

@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map, tree_map_only
 
 from ddpopt.errors import UnsupportedError
-from ddpopt.judge.visible import reached
 
 Step = Callable[[Any], None]
 
@@ -43,9 +42,8 @@ class _Captured:
     """What a step sees of its trainer while it is captured."""
 
     def __init__(self, case: Any, ddp: Any, batches: Mapping[int, Any], place: Any) -> None:
-        self.case, self.parallel, self.place = case, ddp, place
-        self.batches, self.outputs = batches, list[Any]()
-        self.leaves: list[Tensor] = []
+        self.case, self.parallel, self.place, self.batches = case, ddp, place, batches
+        self.outputs: list[Any] = []
         self.last: Any = None
 
     def loss(self, part: int = 0) -> Tensor:
@@ -53,7 +51,6 @@ class _Captured:
         args, kwargs = self.batches[part]
         self.outputs.append(self.parallel(*args, **kwargs))
         loss: Tensor = self.case.loss(self.outputs[-1])
-        self.leaves += reached(loss)
         self.last = loss.detach()
         return loss
 
@@ -79,7 +76,7 @@ def whole_step(trainer: Any, take_step: Step, decorate: Callable[[Any], Any]) ->
         captured = _Captured(case, ddp, batches, place)
         take_step(captured)
         forms = tree_map(_form, captured.outputs)
-        return captured.outputs, forms, captured.leaves, captured.last
+        return tree_map_only(Tensor, _detached, captured.outputs), forms, captured.last
 
     run: Any = decorate(step)
 
@@ -92,13 +89,12 @@ def whole_step(trainer: Any, take_step: Step, decorate: Callable[[Any], Any]) ->
         if len(scout.parts) > 1 and any(_draws(trainer.parallel.model)):
             raise UnsupportedError("random numbers are seeded between the parts of a step")
         batches = {part: trainer.inputs(part) for part in scout.parts}
-        outputs, forms, leaves, trainer.last_loss = run(trainer.ddp, batches)
+        outputs, forms, trainer.last_loss = run(trainer.ddp, batches)
         known = sum(each.startswith("step/") for each in trainer.compilations.graphs)
         trainer.compilations.graphs.extend(f"step/{place}" for place in range(known, len(run.graphs)))
         for part, output, form in zip(scout.parts, outputs, forms, strict=True):
             trainer.sight.calls(*batches[part])
             trainer.extras |= trainer.sight.returns(tree_map(_attached, output, form))
-        trainer.sight.reach_leaves(leaves)
 
     return take
 
@@ -106,6 +102,10 @@ def whole_step(trainer: Any, take_step: Step, decorate: Callable[[Any], Any]) ->
 def _draws(model: torch.nn.Module) -> Iterator[bool]:
     """Whether modules draw random numbers."""
     return (bool(getattr(module, "p", 0)) and module.training for module in model.modules())
+
+
+def _detached(value: Tensor) -> Tensor:
+    return value.detach() if value.requires_grad and not value.is_leaf else value
 
 
 def _form(value: Any) -> Any:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from ddpopt.ddp.impose import imposed_plan
 from ddpopt.planning.bucket_rule import ready_buckets
@@ -122,47 +122,37 @@ class _Send:
 
     def insert(self, fusion: Fusion, group: Any) -> None:
         """Put the collective where the last gradient is ready, and the wait where the first one is read."""
-        name, scale = str(group.group_name), 1.0 / group.size()
-        with self.graph.inserting_before(self.nodes[-1].next):
-            if fusion == "concat":
-                scaled: Any = self._add("scaled", aten.mul.Tensor, self._flat(), scale)
-                start = self._add("all_reduce", functional.all_reduce.default, scaled, "sum", name)
-            else:
-                scaled = [self._add("scaled", aten.mul.Tensor, node.args[0], scale) for node in self.nodes]
-                start = self._add("all_reduce", functional.all_reduce_coalesced.default, scaled, "sum", name)
-                sent = [self._add("sent", operator.getitem, start, place) for place in range(len(scaled))]
-        with self.graph.inserting_before(self.reader):
-            if fusion == "concat":
-                results = self._parts(self._add("wait", functional.wait_tensor.default, start))
-            else:
-                results = [self._add("wait", functional.wait_tensor.default, each) for each in sent]
-        for node, result in zip(self.nodes, results, strict=True):
-            node.replace_all_uses_with(result)
-            self.graph.erase_node(node)
-
-    def _flat(self) -> fx.Node:
-        """All gradients in one buffer, each as it lies in memory."""
-        parts = []
-        for node in self.nodes:
-            gradient: Any = node.args[0]
-            value = node.meta["val"]
-            if not value.is_contiguous():
-                order = sorted(range(value.dim()), key=lambda at: -value.stride(at))
-                gradient = self._add("permuted", aten.permute.default, gradient, order)
-            parts.append(self._add("part", aten.reshape.default, gradient, [value.numel()]))
-        return parts[0] if len(parts) == 1 else self._add("flat", aten.cat.default, parts)
-
-    def _parts(self, flat: fx.Node) -> list[fx.Node]:
-        """The gradients in a buffer, with the strides that they had."""
+        name, scale, concat = str(group.group_name), 1.0 / group.size(), fusion == "concat"
         values = [node.meta["val"] for node in self.nodes]
-        pieces = [flat]
-        if len(values) > 1:
-            sizes = [value.numel() for value in values]
-            split = self._add("pieces", aten.split_with_sizes.default, flat, sizes)
-            pieces = [self._add("piece", operator.getitem, split, place) for place in range(len(sizes))]
-        return [
-            self._add("gradient", aten.view.default, piece, [*value.shape])
-            if value.is_contiguous()
-            else self._add("gradient", aten.as_strided.default, piece, [*value.shape], [*value.stride()])
-            for piece, value in zip(pieces, values, strict=True)
-        ]
+        sizes = [value.numel() for value in values]
+        with self.graph.inserting_before(self.nodes[-1].next):
+            parts = [self._flat(node.args[0], value) for node, value in zip(self.nodes, values, strict=True)]
+            if concat and len(parts) > 1:
+                parts = [self._add("flat", aten.cat.default, parts)]
+            scaled = [self._add("scaled", aten.mul.Tensor, part, scale) for part in parts]
+            if concat:
+                sent = [self._add("all_reduce", functional.all_reduce.default, scaled[0], "sum", name)]
+            else:
+                start = self._add("all_reduce", functional.all_reduce_coalesced.default, scaled, "sum", name)
+                sent = [self._add("sent", operator.getitem, start, place) for place in range(len(sizes))]
+        with self.graph.inserting_before(self.reader):
+            parts = [self._add("wait", functional.wait_tensor.default, each) for each in sent]
+            if concat and len(sizes) > 1:
+                split = self._add("pieces", aten.split_with_sizes.default, parts[0], sizes)
+                parts = [self._add("piece", operator.getitem, split, place) for place in range(len(sizes))]
+            for node, part, value in zip(self.nodes, parts, values, strict=True):
+                node.replace_all_uses_with(self._restored(part, value))
+                self.graph.erase_node(node)
+
+    def _flat(self, gradient: Any, value: Tensor) -> fx.Node:
+        """A gradient as it lies in memory."""
+        if not value.is_contiguous():
+            order = sorted(range(value.dim()), key=lambda at: -value.stride(at))
+            gradient = self._add("permuted", aten.permute.default, gradient, order)
+        return self._add("part", aten.reshape.default, gradient, [value.numel()])
+
+    def _restored(self, part: fx.Node, value: Tensor) -> fx.Node:
+        """A gradient with the strides that it had."""
+        if value.is_contiguous():
+            return self._add("gradient", aten.view.default, part, [*value.shape])
+        return self._add("gradient", aten.as_strided.default, part, [*value.shape], [*value.stride()])

@@ -106,7 +106,7 @@ def broadcast_buffers(ddp: Any) -> None:
             received = torch.ops._c10d_functional.wait_tensor(sent)
             sizes = [buffer.numel() for buffer in buffers]
             for buffer, piece in zip(buffers, received.split(sizes), strict=True):
-                buffer.copy_(piece.view(buffer.shape))
+                buffer.data.copy_(piece.view(buffer.shape))  # unseen by autograd, as in DDP
 
 
 def require_all_used(replicas: Sequence[Replica], slots: Sequence[Averaged]) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import fx
 
 from ddpopt.graph.nodes import body_nodes
-from ddpopt.step.numbers import as_tensors
+from ddpopt.step.numbers import numbers_as_tensors
 from ddpopt.step.schedule import WAIT, Schedule
 
 aten: Any = torch.ops.aten
@@ -37,7 +37,8 @@ def test_a_collective_starts_when_what_it_needs_is_there_and_what_waits_for_the_
 
 def test_numbers_become_tensors_and_the_graph_computes_the_same() -> None:
     graph = fx.Graph()
-    rate, w, g = (graph.placeholder(name) for name in ("rate", "w", "g"))
+    given, w, g = (graph.placeholder(name) for name in ("rate", "w", "g"))
+    rate = graph.call_function(aten._local_scalar_dense.default, (given,))
     less = graph.call_function(operator.neg, (rate,))
     decay = graph.call_function(operator.mul, (rate, 0.1))
     out = graph.call_function(aten.add.Tensor, (w, g), {"alpha": less})
@@ -45,8 +46,9 @@ def test_numbers_become_tensors_and_the_graph_computes_the_same() -> None:
     out = graph.call_function(aten.mul.Tensor, (out, decay))
     graph.output((graph.call_function(aten._foreach_mul.Scalar, ([out], rate)),))
     gm = fx.GraphModule(torch.nn.Module(), graph)
-    w_value, g_value = torch.rand(3) + 1, torch.rand(3)
-    ((expected,),) = gm(0.3, w_value, g_value)
-    as_tensors(gm, 1)
-    ((found,),) = gm(torch.tensor(0.3, dtype=torch.float64), w_value, g_value)
+    inputs = torch.tensor(0.3, dtype=torch.float64), torch.rand(3) + 1, torch.rand(3)
+    ((expected,),) = gm(*inputs)
+    numbers_as_tensors(gm)
+    ((found,),) = gm(*inputs)
+    assert not gm.graph.find_nodes(op="call_function", target=aten._local_scalar_dense.default)
     torch.testing.assert_close(found, expected)
