@@ -147,7 +147,7 @@ class _Send:
     def _flat(self, gradient: Any, value: Tensor) -> fx.Node:
         """A gradient as it lies in memory."""
         if not value.is_contiguous():
-            order = sorted(range(value.dim()), key=lambda at: -value.stride(at))
+            order = sorted(range(value.dim()), key=value.stride().__getitem__, reverse=True)
             gradient = self._add("permuted", aten.permute.default, gradient, order)
         return self._add("part", aten.reshape.default, gradient, [value.numel()])
 

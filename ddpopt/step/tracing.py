@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch._dynamo import polyfills
 from torch._dynamo.comptime import comptime
+from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.pgo import auto_dynamic
 from torch._dynamo.variables import builder
 from torch._dynamo.variables.constant import (
@@ -100,6 +101,7 @@ def traceable(seen: Seen) -> Iterator[None]:
             (polyfills, "accumulate_grad", accumulate),
             (torch._dynamo, "graph_break", _nothing),
             (torch.autograd, "backward", _backward),
+            (OutputGraph, "_validate_outputs_safe_for_autograd_nodes", _nothing),
             (builder, "OptimizerVariable", lambda value, **options: _optimizer(seen, value, options)),
             (builder, "process_automatic_dynamic", _with_changing_rates),
             (TensorVariable, "method_attr_grad", _own_none),
@@ -120,7 +122,7 @@ def _settings() -> dict[str, Any]:
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """Optimizers break graphs, to be apart from the backward."""
+    """Instead of breaks of the graph in optimizers, and a check that what is returned keeps its history."""
 
 
 def _traced(seen: Seen) -> tuple[Callable[..., Any], Callable[..., Any]]:

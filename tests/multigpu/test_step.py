@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.utils._pytree import tree_leaves
@@ -31,6 +33,8 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(3)
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        weight: Any = self.layers[1].weight
+        weight.data = weight.data.t().contiguous().t()  # its gradient has its strides
         self.norm = nn.BatchNorm1d(WIDTH) if norm else nn.Identity()
         self.drop = nn.Dropout(drop)
         self.spare = nn.Linear(WIDTH, WIDTH) if unused else None
@@ -100,7 +104,7 @@ def in_place_zeroed(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
     loss.backward()
     optimizer.step()
     optimizer.zero_grad(set_to_none=False)
-    return [loss.detach(), x.shape[0]]
+    return [loss, x.shape[0]]
 
 
 def cast(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
@@ -318,6 +322,17 @@ def test_collectives_are_the_plans_buckets_and_the_judge_agrees(ranks: Ranks) ->
     ] * 3
 
 
+def test_each_bucket_leaves_before_the_next_layer_is_computed_in_inductors_code(ranks: Ranks) -> None:
+    net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    model = DDP(net, bucket_cap_mb=0.01)
+    step = ddpopt.train_step(plain)
+    x = torch.ones(8, 64)
+    _, codes = run_and_get_code(step, model, sgd()(model), x, x)
+    calls = re.findall(r"extern_kernels\.(mm)\(|_c10d_functional\.(all_reduce)_\.|(wait)_tensor\.", codes[-1])
+    order = ["".join(call) for call in calls]
+    assert order == [*(["mm", "all_reduce", "mm"] * 3), "mm", "all_reduce", *(["wait"] * 4)]
+
+
 def twice(model: Any, x: Tensor) -> None:
     loss = model(x).sum()
     loss.backward(retain_graph=True)
@@ -348,7 +363,7 @@ def updating(model: Any, x: Tensor, optimizer: Any) -> None:
 
 OTHER = nn.Linear(2, 2)
 REFUSED: dict[str, tuple[Any, Any, str]] = {
-    "no DDP module": (lambda model, x: model(x).sum(), lambda model: model.module, "calls a DistributedDataParallel module, and it calls none"),
+    "no DDP module": (lambda model, x: model(x).sum(), lambda model: model.module, "and it calls none"),
     "twice": (twice, None, "two backward passes of one step reduce the gradient of 'layers.3.bias' of model"),
     "branch": (branching, None, "in branching: `if loss > 0:`: it depends on values of a tensor"),
     "ranks differ": (differing, None, "the ranks' steps do not average the same gradients"),
