@@ -6,7 +6,7 @@ Accumulations move up to where their gradient is ready, as eager's autograd runs
 Invariant: the graph computes what Dynamo's does, and takes and returns the same.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from ddpopt.errors import UsageError
 from ddpopt.step.replicas import AVERAGE, FOR_ALL, Averaged, Replica, require_all_used, slots_of
 from ddpopt.step.tracing import ACCUMULATED, READY, Seen
+
+Known = Mapping[int, Sequence[Averaged]]
 
 
 @dataclass(frozen=True)
@@ -48,9 +50,10 @@ def capture(gm: fx.GraphModule, inputs: Sequence[Any], seen: Seen) -> Captured:
     """
     replicas = tuple(seen.replicas.values())
     recorded = _recorded(gm, inputs)
-    slots = _mark(recorded.graph, inputs, seen)
+    known = slots_of(replicas)
+    slots = _mark(recorded.graph, inputs, known)
     _require_own_optimizers(seen)
-    require_all_used(replicas, slots)
+    require_all_used((each for found in known.values() for each in found), slots)
     recorded.graph.lint()
     recorded.recompile()
     return Captured(recorded, replicas, slots)
@@ -85,11 +88,10 @@ def _fake(traced: Any, value: Any) -> Any:
     return fresh.requires_grad_(value.requires_grad)
 
 
-def _mark(graph: fx.Graph, inputs: Sequence[Any], seen: Seen) -> tuple[Averaged, ...]:
+def _mark(graph: fx.Graph, inputs: Sequence[Any], known: Known) -> tuple[Averaged, ...]:
     """Replace the marks of accumulations by those of averaged gradients, where these are ready."""
     order = {node: place for place, node in enumerate(graph.nodes)}
     real = dict(zip(graph.find_nodes(op="placeholder"), inputs, strict=True))
-    known = slots_of(seen.replicas.values())
     slots: list[Averaged] = []
     begins = graph.find_nodes(op="call_function", target=READY)
     ends = graph.find_nodes(op="call_function", target=ACCUMULATED)

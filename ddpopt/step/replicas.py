@@ -50,7 +50,7 @@ class Averaged:
 
 def source_name(source: Any) -> str:
     """The name of an object in the user's code, from Dynamo's."""
-    return re.sub(r"^[LG]\['(\w+)'\]", r"\1", source.name)
+    return re.sub(r"\._modules\['(\w+)'\]", r".\1", re.sub(r"^[LG]\['(\w+)'\]", r"\1", source.name))
 
 
 def slots_of(replicas: Iterable[Replica]) -> Mapping[int, Sequence[Averaged]]:
@@ -109,20 +109,21 @@ def broadcast_buffers(ddp: Any) -> None:
                 buffer.data.copy_(piece.view(buffer.shape))  # unseen by autograd, as in DDP
 
 
-def require_all_used(replicas: Sequence[Replica], slots: Sequence[Averaged]) -> None:
+def require_all_used(expected: Iterable[Averaged], got: Sequence[Averaged]) -> None:
     """Check that gradients are missing only where DDP allows it.
 
     Raises:
         UsageError: a parameter got no gradient; DDP itself would fail in the next step.
     """
-    for replica in replicas:
-        got = {each.spec.name for each in slots if each.replica is replica}
-        if not got or replica.ddp.find_unused_parameters or replica.ddp.static_graph:
-            continue
-        own = (each for found in slots_of([replica]).values() for each in found)
-        missing = [each.spec.name for each in own if each.spec.name not in got]
-        if missing:
-            raise UsageError(
-                f"train_step: {replica.name} got no gradient for {', '.join(map(repr, missing))}, so DDP "
-                "would fail in the next step; build it with find_unused_parameters=True or static_graph=True"
-            )
+    missing: dict[Replica, list[str]] = {}
+    for each in expected:
+        ddp = each.replica.ddp
+        optional = ddp.find_unused_parameters or ddp.static_graph
+        ran = any(other.replica is each.replica for other in got)
+        if ran and each not in got and not optional:
+            missing.setdefault(each.replica, []).append(each.spec.name)
+    for replica, names in missing.items():
+        raise UsageError(
+            f"train_step: {replica.name} got no gradient for {', '.join(map(repr, names))}, so DDP "
+            "would fail in the next step; build it with find_unused_parameters=True or static_graph=True"
+        )
