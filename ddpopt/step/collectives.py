@@ -147,12 +147,19 @@ class _Send:
     def _flat(self, gradient: Any, value: Tensor) -> fx.Node:
         """A gradient as it lies in memory."""
         if not value.is_contiguous():
-            order = sorted(range(value.dim()), key=value.stride().__getitem__, reverse=True)
-            gradient = self._add("permuted", aten.permute.default, gradient, order)
+            gradient = self._add("permuted", aten.permute.default, gradient, _order(value))
         return self._add("part", aten.reshape.default, gradient, [value.numel()])
 
     def _restored(self, part: fx.Node, value: Tensor) -> fx.Node:
         """A gradient with the strides that it had."""
         if value.is_contiguous():
             return self._add("gradient", aten.view.default, part, [*value.shape])
-        return self._add("gradient", aten.as_strided.default, part, [*value.shape], [*value.stride()])
+        order = _order(value)
+        permuted = self._add("permuted", aten.view.default, part, [value.shape[at] for at in order])
+        back = [order.index(at) for at in range(len(order))]
+        return self._add("gradient", aten.permute.default, permuted, back)
+
+
+def _order(value: Tensor) -> list[int]:
+    """The dimensions of a tensor as they lie in memory, the slowest first."""
+    return sorted(range(value.dim()), key=value.stride().__getitem__, reverse=True)
