@@ -5,7 +5,8 @@ Two ranks of one thread each train a model on two emulated hosts (`benchmarks.ne
 - ``eager``: eager DDP;
 - ``whole``: torch.compile without any optimizer for DDP;
 - ``torch``: default torch.compile, with torch's DDPOptimizer;
-- ``split``, ``inline``: ``ddpopt.compile`` with this strategy.
+- ``split``, ``inline``: ``ddpopt.compile`` with this strategy;
+- ``step``: ``ddpopt.train_step``, the whole step in one graph.
 
 All modes take turns in one run, a few steps each round, so that a busy minute affects all of them. Ratios use
 the fastest steps, because other load only adds time. *Exposed* is the share of all-reduce time that is not

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ddpopt
 from benchmarks.step_workloads import MIB, Workload
 
-EAGER, WHOLE, TORCH, SPLIT, INLINE = MODES = ("eager", "whole", "torch", "split", "inline")
+EAGER, WHOLE, TORCH, SPLIT, INLINE, STEP = MODES = ("eager", "whole", "torch", "split", "inline", "step")
 
 
 class Mode:
@@ -47,6 +47,7 @@ class Mode:
         self._call = self._compiled(backend)
         self._optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
         self._loss: Tensor | None = None
+        self._whole_step = self._one_graph(backend) if name == STEP else None
 
     def forward(self) -> None:
         """Compute the loss, for `backward`."""
@@ -66,12 +67,26 @@ class Mode:
 
     def step(self) -> None:
         """Run forward, backward and update."""
+        if self._whole_step is not None:
+            self._whole_step(self._inputs)
+            return
         self.forward()
         self.backward()
         self.update()
 
+    def _one_graph(self, backend: str) -> Callable[[Tensor], object]:
+        ddp, optimizer = self.ddp, self._optimizer
+
+        def step(inputs: Tensor) -> None:
+            ddp(inputs).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        whole: Callable[[Tensor], object] = ddpopt.train_step(step, backend=backend)
+        return whole
+
     def _compiled(self, backend: str) -> Callable[[Tensor], Tensor]:
-        if self.name == EAGER:
+        if self.name in (EAGER, STEP):
             return self.ddp
         if self.name in (WHOLE, TORCH):
             compiled: Callable[[Tensor], Tensor] = torch.compile(self.ddp, backend=self.counted)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ddpopt.observation.observe import observe as observe
     from ddpopt.planning.capture import plan as plan
     from ddpopt.planning.plan import Plan as Plan
+    from ddpopt.step.api import train_step as train_step
     from ddpopt.tuning.compiling import compile as compile
 
 __version__ = "0.1.0"
@@ -35,6 +36,7 @@ _HOMES = {
     "observe": "observation.observe",
     "plan": "planning.capture",
     "replacing_ddp_optimizer": "dynamo.api",
+    "train_step": "step.api",
     "verify": "judge.runner",
 }
 __all__ = list(_HOMES)

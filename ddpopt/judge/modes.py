@@ -42,6 +42,7 @@ class Mode:
         captures_backward: whether compiled autograd must capture its backward.
         observable: whether its collectives are those of DDP's C++ reducer.
         optimize_ddp: Dynamo's setting of that name while the mode runs.
+        whole_step: whether a step is one graph, which depends on more than the model.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Mode:
     is_sharded: bool = False
     observable: bool = False
     optimize_ddp: bool | str = False
+    whole_step: bool = False
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -119,6 +121,21 @@ def ddpopt_with(strategy: Strategy) -> Wrap:
     return wrap
 
 
+def step_with(fusion: Literal["concat", "coalesced"]) -> Wrap:
+    """``ddpopt.train_step`` with a fusion; without a backend, eager DDP."""
+
+    def wrap(setup: Setup) -> Parallel:
+        from ddpopt.step.api import train_step  # a heavy import that other modes do not need
+
+        parallel = compiled_ddp(replace(setup, backend=None))
+        if setup.backend is not None:
+            parallel.whole = train_step(backend=setup.backend, fusion=fusion)
+            parallel.planned = True
+        return parallel
+
+    return wrap
+
+
 MODES: tuple[Mode, ...] = (
     Mode("eager", "eager DDP: the reference", "module", compiled_ddp, compiles=False, observable=True),
     Mode(
@@ -137,6 +154,22 @@ MODES: tuple[Mode, ...] = (
         "ddpopt-split", "ddpopt: one segment for each bucket", "module", ddpopt_with("split"), observable=True
     ),
     Mode("ddpopt-inline", "ddpopt: one graph", "module", ddpopt_with("auto"), observable=True),
+    Mode(
+        "ddpopt-step",
+        "ddpopt: a step in one graph",
+        "module",
+        step_with("concat"),
+        observable=True,
+        whole_step=True,
+    ),
+    Mode(
+        "ddpopt-step-coalesced",
+        "ddpopt: the same, without a buffer for each bucket",
+        "module",
+        step_with("coalesced"),
+        observable=True,
+        whole_step=True,
+    ),
     Mode("fully_shard", "FSDP2", "nothing", sharded.fully_sharded, is_sharded=True),
     Mode("replicate", "replicate()", "arguments", sharded.replicated),
 )
@@ -161,7 +194,12 @@ def mode(name: str, given_as: str = "mode") -> Mode:
 
 def mode_of(strategy: str) -> str:
     """Name the mode that runs a strategy: ``inline`` and ``auto`` differ only in what is logged."""
-    modes = {"split": "ddpopt-split", "inline": "ddpopt-inline", "auto": "ddpopt-inline"}
+    modes = {
+        "split": "ddpopt-split",
+        "inline": "ddpopt-inline",
+        "auto": "ddpopt-inline",
+        "step": "ddpopt-step",
+    }
     return named(strategy, modes, "strategy")
 
 

@@ -45,6 +45,7 @@ class Parallel:
         planned: whether ddpopt's plan should be in force.
         around_backward: makes the context manager for a backward.
         no_sync: makes the context manager for forward and backward without reduction.
+        whole: makes one graph of a step function; None in modes that compile only the model.
     """
 
     call: Callable[..., Any]
@@ -53,6 +54,7 @@ class Parallel:
     planned: bool = False
     around_backward: Callable[[], AbstractContextManager[Any]] = nullcontext
     no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext
+    whole: Callable[[Any], Any] | None = None
 
     def gradients(self) -> Gradients:
         """Copies of the gradients of all trainable parameters, by name; None for a missing gradient."""

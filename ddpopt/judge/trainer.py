@@ -32,8 +32,10 @@ from ddpopt.judge.modes import Gives, Mode
 from ddpopt.judge.option_cases import differing
 from ddpopt.judge.parallel import Gradients, Named, Parallel, Setup
 from ddpopt.judge.visible import Sight, form_of
+from ddpopt.judge.whole_step import whole_step
 from ddpopt.observation.compilations import Compilations
 from ddpopt.observation.observe import observe
+from ddpopt.step.collectives import running_plan
 
 LEARNING_RATE = 0.05
 """For plain SGD: large enough that a stale gradient or a missed update shows one step later."""
@@ -76,6 +78,7 @@ class Trainer:
         self.place = place
         self.make = make
         self.parallel = make()
+        self._whole: Callable[[], None] | None = None
         self.other: Parallel | None = None
         self.sight = Sight((case.inputs, case.loss), self.parallel.model)
         self.step = 0
@@ -112,6 +115,15 @@ class Trainer:
         source = self.place.rank + part * self.place.size
         torch.manual_seed(step_seed(source, self.step))
         return on_device(self.case.inputs(source, self.step), self.place.device)
+
+    def take(self, take_step: Callable[[Trainer], None]) -> None:
+        """Take an option's step in the way of the mode."""
+        if self.parallel.whole is None:
+            take_step(self)
+            return
+        if self._whole is None:
+            self._whole = whole_step(self, take_step, self.parallel.whole)
+        self._whole()
 
     def backward(self, loss: Tensor) -> None:
         """Run a backward in the way of the mode."""
@@ -263,7 +275,7 @@ def _watched(trainer: Trainer, mode: Mode) -> Iterator[None]:
         record.iterations = observation.iterations
         record.collectives = observation.collectives
         record.elsewhere = observation.elsewhere
-        record.plan = imposed_plan(ddp)
+        record.plan = running_plan(ddp) if trainer.parallel.whole is not None else imposed_plan(ddp)
 
 
 def _one_step(trainer: Trainer, option: Option) -> None:
@@ -271,7 +283,7 @@ def _one_step(trainer: Trainer, option: Option) -> None:
     trainer.parallel.model.zero_grad(set_to_none=not option.keeps_gradients)
     option.before_step(trainer)
     trainer.sight.before_step(keep=option.keeps_gradients)
-    option.take_step(trainer)
+    trainer.take(option.take_step)
     random = random_state(trainer.place.device)
     trainer.extras |= trainer.sight.after_step() | trainer.sight.settings(trainer.place.device)
     sharing, written = (None, ()) if trainer.ddp is None else trainer.sight.memory()

@@ -8,6 +8,7 @@ Invariant: the block runs as it would without observation, and afterwards everyt
 """
 
 import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,9 +19,14 @@ from ddpopt.ddp.fit import ddp_module
 from ddpopt.errors import UsageError
 from ddpopt.observation.compilations import Compilations
 from ddpopt.observation.launches import Launch, LaunchMode
-from ddpopt.observation.reducer_buckets import ObservedBucket, running_buckets
+from ddpopt.observation.reducer_buckets import ObservedBucket, buckets_of, running_buckets
 from ddpopt.planning.bucket_rule import specs_from_ddp
+from ddpopt.planning.plan import Plan
 from ddpopt.planning.reduced import running_reducer
+from ddpopt.step.collectives import running_plan
+
+STEP_OPS = ("all_reduce", "all_reduce_coalesced")
+"""The functional collectives with which a step in one graph sends its buckets."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +115,7 @@ class Observation:
         self._launches: list[Launch] = []
         self._elsewhere: list[Launch] = []
         self._backwards: list[_Backward] = []
+        self._steps: list[tuple[Plan, list[int]]] = []
         self._open: _Backward | None = None
         self._rebuilds = 0
         self._snapshots: list[_Snapshot] = []
@@ -141,15 +148,16 @@ class Observation:
 
     @property
     def iterations(self) -> tuple[Iteration, ...]:
-        """One entry for each backward that was synchronized, in order."""
+        """One entry for each backward that was synchronized, in order; a step in one graph is one, too."""
         self._refresh()
         collectives = self.collectives
+        found = [(buckets_of(plan), launches) for plan, launches in self._steps]
+        for backward in self._backwards:
+            snapshot = self._snapshot_of(backward)
+            found.append((snapshot.buckets if snapshot else (), backward.launches))
         return tuple(
-            Iteration(
-                buckets=snapshot.buckets if (snapshot := self._snapshot_of(backward)) else (),
-                collectives=tuple(collectives[index] for index in backward.launches),
-            )
-            for backward in self._backwards
+            Iteration(buckets, tuple(collectives[index] for index in launches))
+            for buckets, launches in sorted(found, key=lambda each: each[1])
         )
 
     @property
@@ -159,6 +167,8 @@ class Observation:
         carried: dict[int, int] = {}
         for backward in self._backwards:
             carried.update(self._carried(backward))
+        for plan, launches in self._steps:
+            carried.update(_matched(launches, buckets_of(plan), self._fits_step))
         return tuple(
             Collective(launch.op, launch.nbytes, launch.dtype, carried.get(index))
             for index, launch in enumerate(self._launches)
@@ -183,7 +193,11 @@ class Observation:
         if launch.group != str(self._ddp.process_group.group_name):
             self._elsewhere.append(launch)
             return
-        if launch.in_backward:
+        if launch.op in STEP_OPS and not launch.in_backward and (plan := running_plan(self._ddp)):
+            if not self._steps or len(self._steps[-1][1]) >= len(self._steps[-1][0].buckets):
+                self._steps.append((plan, []))
+            self._steps[-1][1].append(len(self._launches))
+        elif launch.in_backward:
             backward = self._current_backward()
             backward.launches.append(len(self._launches))
         elif (launch.op, launch.dtype, launch.numel) == ("broadcast", "int32", self._parameter_count + 1):
@@ -234,17 +248,32 @@ class Observation:
     def _carried(self, backward: _Backward) -> dict[int, int]:
         """Match launches with buckets, which are sent in order, each in one all-reduce of its size."""
         snapshot = self._snapshot_of(backward)
-        carried: dict[int, int] = {}
         if snapshot is None:
-            return carried
-        place = 0
-        for index in backward.launches:
-            for bucket in snapshot.buckets[place:]:
-                if _fits(self._launches[index], bucket, self._hooked):
-                    carried[index] = bucket.index
-                    place = bucket.index + 1
-                    break
-        return carried
+            return {}
+        return _matched(
+            backward.launches,
+            snapshot.buckets,
+            lambda index, bucket: _fits(self._launches[index], bucket, self._hooked),
+        )
+
+    def _fits_step(self, index: int, bucket: ObservedBucket) -> bool:
+        launch = self._launches[index]
+        return (launch.nbytes, launch.dtype) == (bucket.nbytes, bucket.dtype)
+
+
+def _matched(
+    launches: Sequence[int], buckets: Sequence[ObservedBucket], fits: Callable[[int, ObservedBucket], bool]
+) -> dict[int, int]:
+    """The bucket of each launch: the next one that it fits."""
+    carried: dict[int, int] = {}
+    place = 0
+    for index in launches:
+        for bucket in buckets[place:]:
+            if fits(index, bucket):
+                carried[index] = bucket.index
+                place = bucket.index + 1
+                break
+    return carried
 
 
 def _identity(reducer: Any) -> "weakref.ReferenceType[Any]":

@@ -6,12 +6,13 @@ Invariant: the query changes nothing and takes almost no memory.
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ddpopt.ddp.impose import imposed_plan
 from ddpopt.planning.bucket_rule import initial_buckets, specs_from_ddp
 from ddpopt.planning.limits import BucketConfig
-from ddpopt.planning.plan import SentTogether
+from ddpopt.planning.plan import Plan, SentTogether
 from ddpopt.planning.reduced import bucket_members, running_reducer
 
 
@@ -47,6 +48,15 @@ def running_buckets(ddp: Any) -> tuple[ObservedBucket, ...]:
             numel=sum(parameter.numel() for parameter in parameters),
         )
         for index, parameters in enumerate(members)
+    )
+
+
+def buckets_of(plan: Plan) -> tuple[ObservedBucket, ...]:
+    """The buckets of a plan, as an observation shows them."""
+    sizes = (bucket.nbytes // getattr(torch, bucket.dtype).itemsize for bucket in plan.buckets)
+    return tuple(
+        ObservedBucket(each.index, each.params, each.nbytes, each.dtype, each.device, numel)
+        for each, numel in zip(plan.buckets, sizes, strict=True)
     )
 
 

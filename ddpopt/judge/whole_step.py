@@ -1,0 +1,119 @@
+"""An option's step in a mode that runs it as one graph: forwards, losses and backwards together.
+
+The option's function runs twice: first to learn which parts of the batch it takes, in which order; then as
+the function that ``ddpopt.train_step`` captures, on these parts.
+
+Invariant: the parts are made, and random numbers seeded, as in a step that is not captured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map, tree_map_only
+
+from ddpopt.errors import UnsupportedError
+
+Step = Callable[[Any], None]
+
+
+class _Scout:
+    """Notes which parts a step takes."""
+
+    def __init__(self, place: Any) -> None:
+        self.place, self.parts = place, list[int]()
+        self.parallel = SimpleNamespace(no_sync=contextlib.nullcontext)
+
+    def loss(self, part: int = 0) -> Tensor:
+        """A number in place of a loss."""
+        self.parts.append(part)
+        return torch.zeros((), requires_grad=True)
+
+    def backward(self, loss: Tensor) -> None:
+        """Nothing."""
+
+
+class _Captured:
+    """What a step sees of its trainer while it is captured."""
+
+    def __init__(self, case: Any, ddp: Any, batches: Mapping[int, Any], place: Any) -> None:
+        self.case, self.parallel, self.place, self.batches = case, ddp, place, batches
+        self.outputs: list[Any] = []
+        self.last: Any = None
+
+    def loss(self, part: int = 0) -> Tensor:
+        """The loss of a part."""
+        args, kwargs = self.batches[part]
+        self.outputs.append(self.parallel(*args, **kwargs))
+        loss: Tensor = self.case.loss(self.outputs[-1])
+        self.last = loss.detach()
+        return loss
+
+    def backward(self, loss: Tensor) -> None:
+        """A plain backward."""
+        torch.autograd.backward(loss)
+
+
+def whole_step(trainer: Any, take_step: Step, decorate: Callable[[Any], Any]) -> Callable[[], None]:
+    """A function that takes an option's step as one graph.
+
+    Args:
+        trainer: the `ddpopt.judge.trainer.Trainer`.
+        take_step: the option's step.
+        decorate: makes one graph of a function.
+
+    Returns:
+        The function, for all steps of a run.
+    """
+    case, place = trainer.case, trainer.place
+
+    def step(ddp: Any, batches: Mapping[int, Any]) -> Any:
+        captured = _Captured(case, ddp, batches, place)
+        take_step(captured)
+        forms = tree_map(_form, captured.outputs)
+        return tree_map_only(Tensor, _detached, captured.outputs), forms, captured.last
+
+    run: Any = decorate(step)
+
+    def take() -> None:
+        scout = _Scout(place)
+        try:
+            take_step(scout)
+        except AttributeError as error:
+            raise UnsupportedError(f"a step in one graph has forwards and backwards only: {error}") from error
+        if len(scout.parts) > 1 and any(_draws(trainer.parallel.model)):
+            raise UnsupportedError("random numbers are seeded between the parts of a step")
+        batches = {part: trainer.inputs(part) for part in scout.parts}
+        outputs, forms, trainer.last_loss = run(trainer.ddp, batches)
+        known = sum(each.startswith("step/") for each in trainer.compilations.graphs)
+        trainer.compilations.graphs.extend(f"step/{place}" for place in range(known, len(run.graphs)))
+        for part, output, form in zip(scout.parts, outputs, forms, strict=True):
+            trainer.sight.calls(*batches[part])
+            trainer.extras |= trainer.sight.returns(tree_map(_attached, output, form))
+
+    return take
+
+
+def _draws(model: torch.nn.Module) -> Iterator[bool]:
+    """Whether modules draw random numbers."""
+    return (bool(getattr(module, "p", 0)) and module.training for module in model.modules())
+
+
+def _detached(value: Tensor) -> Tensor:
+    return value.detach() if value.requires_grad and not value.is_leaf else value
+
+
+def _form(value: Any) -> Any:
+    return (value.requires_grad, value.is_leaf) if isinstance(value, Tensor) else None
+
+
+def _attached(value: Any, form: Any) -> Any:
+    """An output with the autograd state that it had while it was captured."""
+    if isinstance(value, Tensor) and form == (True, False):
+        return value.detach().requires_grad_().view_as(value)
+    return value

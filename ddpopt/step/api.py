@@ -1,0 +1,211 @@
+"""``ddpopt.train_step``: a train step that runs as one graph.
+
+Invariant: a step runs the graph that was captured for its inputs, and leaves everything as the undecorated
+function would; or an error says why not, and nothing has changed.
+"""
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import fx
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from ddpopt.errors import DdpoptError, UnsupportedError, UsageError
+from ddpopt.graph.nodes import CompilerFn
+from ddpopt.planning.plan import Plan
+from ddpopt.planning.strategy import require_choice
+from ddpopt.step.collectives import Fusion, insert_collectives, note_running, plan_step
+from ddpopt.step.compiling import compile_step
+from ddpopt.step.failures import WHAT, compare, told
+from ddpopt.step.fallback import Inline
+from ddpopt.step.graphs import Captured, capture
+from ddpopt.step.overrides import Override, Swap, Transform, passed, replacements, swapped
+from ddpopt.step.tracing import Seen, traceable
+
+Fallback = Literal["inline"]
+logger = logging.getLogger("ddpopt")
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A compiled step.
+
+    Attributes:
+        gm: the graph, with its collectives.
+        plans: the buckets of each DDP module.
+    """
+
+    gm: fx.GraphModule
+    plans: tuple[Plan, ...]
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """How steps are compiled; see `train_step`."""
+
+    backend: str | CompilerFn
+    fusion: Fusion
+    fallback: Fallback | None
+    overrides: tuple[Override, ...]
+    transform: Transform | None
+
+
+class TrainStep:
+    """A step function that runs as one graph; made by `train_step`, and called as the function is.
+
+    Attributes:
+        graphs: the graphs so far, in the order in which they were needed.
+    """
+
+    def __init__(self, function: Callable[..., Any], settings: StepSettings) -> None:
+        functools.update_wrapper(self, function)
+        self.graphs: list[Graph] = []
+        self._function = function
+        self._settings = settings
+        self._compiled: Any = torch.compile(function, fullgraph=True, backend=self._compile)
+        self._seen = Seen()
+        self._agreed: set[Any] = set()
+        self._replaced: dict[DistributedDataParallel, Sequence[Swap]] = {}
+        self._swaps: Sequence[Swap] = ()
+        self._inline: Inline | None = None
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """The buckets of each DDP module in the last graph; empty before the first step."""
+        return self.graphs[-1].plans if self.graphs else ()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a step."""
+        if self._inline is None:
+            try:
+                return self._run(args, kwargs)
+            except DdpoptError as error:
+                if self._settings.fallback is None:
+                    raise
+                logger.info("ddpopt: the step runs in eager around a compiled model: %s", error)
+                self._inline = Inline(self._settings.backend)
+        with self._inline.calls_compiled():
+            return self._function(*args, **kwargs)
+
+    def _run(self, args: Any, kwargs: Any) -> Any:
+        name = getattr(self._function, "__qualname__", repr(self._function))
+        self._swaps = self._replacements(args, kwargs) if self._settings.overrides else []
+        try:
+            with told(name), traceable(self._seen), swapped(self._swaps):
+                return self._compiled(*args, **kwargs)
+        except DdpoptError as error:
+            if not self._agreed:  # another rank may wait for this one's plan
+                compare([replica.group for replica in self._seen.replicas.values()], (), error)
+            raise
+
+    def _replacements(self, args: Any, kwargs: Any) -> list[Swap]:
+        """The submodules to replace in the DDP modules that the function can read."""
+        read = inspect.getclosurevars(inspect.unwrap(self._function))
+        near = tree_leaves([args, kwargs, {**read.globals}, {**read.nonlocals}])
+        ddps = [each for each in near if isinstance(each, DistributedDataParallel)]
+        for ddp in ddps:
+            if ddp not in self._replaced:
+                self._replaced[ddp] = [*replacements(ddp.module, self._settings.overrides)]
+        return [swap for ddp in dict.fromkeys(ddps) for swap in self._replaced[ddp]]
+
+    def _compile(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Dynamo's backend: compile its graph of a step."""
+        settings = self._settings
+        # what watches the user's program must not see fake tensors
+        with swapped(self._swaps), _disable_current_modes():
+            captured, plans = self._agree(gm, inputs)
+            insert_collectives(captured, plans, settings.fusion)
+            whole = captured.gm
+            if (transform := settings.transform) is not None:
+                whole = passed(lambda: transform(captured.gm), captured.gm, f"{WHAT}(transform=...)")
+            graph = Graph(whole, plans)
+            compiled = compile_step(whole, inputs, settings.backend)
+        self.graphs.append(graph)
+        sizes = [len(plan.buckets) for plan in plans]
+        logger.info("ddpopt: a train step of %d nodes, buckets: %s", len(whole.graph.nodes), sizes)
+
+        def run(*inputs: Any) -> Any:
+            note_running(captured.replicas, plans)
+            with torch.no_grad():
+                return compiled(*inputs)
+
+        return run
+
+    def _agree(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[Captured, tuple[Plan, ...]]:
+        """Capture, and compare the collectives with those of the other ranks, unless they were compared."""
+        if not self._seen.replicas:
+            raise UsageError(
+                f"{WHAT}: expected that the step calls a DistributedDataParallel module, and it calls none; "
+                "wrap the model in DDP first"
+            )
+        captured = capture(gm, inputs, self._seen)
+        for override in self._settings.overrides:
+            captured = _overridden(captured, inputs, override)
+        plans = plan_step(captured)
+        key = tuple(tuple(bucket.params for bucket in plan.buckets) for plan in plans)
+        if key not in self._agreed:
+            self._agreed.add(key)
+            compare([replica.group for replica in captured.replicas], plans, None)
+        return captured, plans
+
+
+def _overridden(captured: Captured, inputs: Sequence[Any], override: Override) -> Captured:
+    gm, placeholders = captured.gm, captured.gm.graph.find_nodes(op="placeholder")
+    state = {
+        node.name: each
+        for node, each in zip(placeholders, inputs, strict=True)
+        if isinstance(each, torch.Tensor)
+    }
+    what = f"{type(override).__name__}.transform"
+    return replace(captured, gm=passed(lambda: override.transform(gm, state), gm, what))
+
+
+def train_step(
+    function: Callable[..., Any] | None = None,
+    *,
+    backend: str | CompilerFn = "inductor",
+    fusion: Fusion = "concat",
+    overrides: Sequence[Override] = (),
+    transform: Transform | None = None,
+    fallback: Fallback | None = None,
+) -> Any:
+    """Run a train step as one graph: forward, loss, backward, all-reduces and optimizer.
+
+    Args:
+        function: ordinary eager code of a step with DDP modules and optimizers, as arguments or as variables
+            that it reads. Without it, a decorator is returned.
+        backend: name of a Dynamo backend, or a callable ``(gm, example_inputs) -> callable``.
+        fusion: ``"concat"``: a bucket's gradients are sent in one buffer; ``"coalesced"``: in one operation.
+        overrides: keep submodules out of the graph, or change the captured graph.
+        transform: a pass over the whole graph, collectives included, whose nodes are named after their
+            buckets (``bucket_0_all_reduce``). It runs once for each graph, and returns a graph or None.
+        fallback: ``"inline"``: a step that cannot be captured runs in eager around `ddpopt.compile`. By
+            default it raises.
+
+    Returns:
+        A `TrainStep`, called as the function is.
+
+    Raises:
+        UsageError: an argument cannot be used.
+        UnsupportedError: torch is older than 2.13.
+    """
+    if torch.__version__ < (2, 13):  # type: ignore[operator]  # torch's version compares with tuples
+        raise UnsupportedError(
+            f"{WHAT}: expected torch 2.13 or newer, got {torch.__version__}; use ddpopt.compile"
+        )
+    require_choice("fusion", fusion, Fusion)
+    if fallback is not None:
+        require_choice("fallback", fallback, Fallback)
+    settings = StepSettings(backend, fusion, fallback, tuple(overrides), transform)
+    if function is None:
+        return functools.partial(TrainStep, settings=settings)
+    if not callable(function):
+        raise UsageError(f"{WHAT}: expected a function, got {function!r}; pass backend= by name")
+    return TrainStep(function, settings)

@@ -1,0 +1,165 @@
+"""Collectives of a captured step: each bucket of the plan becomes one all-reduce, started at once.
+
+A bucket starts right after its last gradient and is waited for before the first reader of any of them. With
+fusion ``"concat"`` its gradients are copied into one buffer, which is scaled once, as DDP does; with
+``"coalesced"`` each is scaled, and one operator sends all of them.
+
+Invariant: no gradient is left alone or sent twice; a bucket has one process group, dtype and device.
+"""
+
+import operator
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx
+
+from ddpopt.ddp.impose import imposed_plan
+from ddpopt.planning.bucket_rule import ready_buckets
+from ddpopt.planning.limits import BucketConfig
+from ddpopt.planning.plan import Bucket, Plan, Segment
+from ddpopt.step.graphs import Captured
+from ddpopt.step.replicas import AVERAGE, Averaged, Replica
+
+Fusion = Literal["concat", "coalesced"]
+_running: "weakref.WeakKeyDictionary[Any, Plan]" = weakref.WeakKeyDictionary()
+aten: Any = torch.ops.aten
+functional: Any = torch.ops._c10d_functional
+
+
+def running_plan(ddp: Any) -> Plan | None:
+    """The plan of the step that last trained a DDP module; None if none has."""
+    return _running.get(ddp)
+
+
+def note_running(replicas: Sequence[Replica], plans: Sequence[Plan]) -> None:
+    """Note that a step trains its DDP modules now."""
+    _running.update((each.ddp, plan) for each, plan in zip(replicas, plans, strict=True))
+
+
+def plan_step(captured: Captured) -> tuple[Plan, ...]:
+    """Plan the buckets of each DDP module: by DDP's rule, in the order in which gradients become ready.
+
+    A plan that was imposed on a module's reducer decides its buckets here too.
+
+    Args:
+        captured: the step.
+
+    Returns:
+        One plan for each module, of one segment: the whole graph.
+    """
+    nodes = tuple(node.name for node in captured.gm.graph.nodes if node.op not in ("placeholder", "output"))
+    return tuple(
+        _plan(replica, [each for each in captured.slots if each.replica is replica], nodes)
+        for replica in captured.replicas
+    )
+
+
+def _plan(replica: Replica, ready: Sequence[Averaged], nodes: tuple[str, ...]) -> Plan:
+    specs = [each.spec for each in ready]
+    given = imposed_plan(replica.ddp)
+    if given is None:
+        found = [
+            ([specs[place] for place in members], reason)
+            for members, reason in ready_buckets(specs, BucketConfig.from_ddp(replica.ddp))
+        ]
+    else:
+        by_name = {spec.name: spec for spec in specs}
+        found = [
+            ([by_name[name] for name in each.params if name in by_name], each.reason)
+            for each in given.buckets
+        ]
+    found = [(members, reason) for members, reason in found if members]
+    buckets = tuple(Bucket.of(index, members, 0, reason) for index, (members, reason) in enumerate(found))
+    names = tuple(spec.name for spec in specs)
+    segment = Segment(0, 0, nodes, names, tuple(range(len(buckets))))
+    known = [name for name, each in replica.ddp.module.named_parameters() if each.requires_grad]
+    return Plan(buckets, (segment,), (), tuple(name for name in known if name not in names))
+
+
+def insert_collectives(captured: Captured, plans: Sequence[Plan], fusion: Fusion) -> None:
+    """Replace each ``ddpopt::average`` by a part of the all-reduce of its bucket.
+
+    Args:
+        captured: the step, whose graph is changed.
+        plans: the plan of each of its DDP modules.
+        fusion: how gradients are sent together.
+    """
+    graph = captured.gm.graph
+    marked: dict[tuple[int, str], fx.Node] = {}
+    for node in graph.find_nodes(op="call_function", target=AVERAGE):
+        each = captured.slots[node.args[1]]
+        marked[captured.replicas.index(each.replica), each.spec.name] = node
+    order = {node: place for place, node in enumerate(graph.nodes)}
+    for number, plan in enumerate(plans):
+        prefix = "" if len(plans) == 1 else f"module_{number}_"
+        group = captured.replicas[number].group
+        for bucket in plan.buckets:
+            nodes = sorted((marked[number, name] for name in bucket.params), key=order.__getitem__)
+            readers = [user for node in nodes for user in node.users if user not in nodes]
+            reader = min(readers, key=order.__getitem__, default=graph.output_node())
+            _Send(graph, f"{prefix}bucket_{bucket.index}", nodes, reader).insert(fusion, group)
+    captured.gm.graph.lint()
+    captured.gm.recompile()
+
+
+class _Send:
+    """Sends the gradients of a bucket; the names of its nodes say which one.
+
+    Args:
+        graph: the graph of the step.
+        label: the name of the bucket.
+        nodes: the marks of its gradients.
+        reader: the first node that reads one of them.
+    """
+
+    def __init__(self, graph: fx.Graph, label: str, nodes: Sequence[fx.Node], reader: fx.Node) -> None:
+        self.graph, self.label, self.nodes, self.reader = graph, label, nodes, reader
+
+    def _add(self, what: str, target: Callable[..., Any], *args: Any) -> fx.Node:
+        return self.graph.create_node("call_function", target, args, name=f"{self.label}_{what}")
+
+    def insert(self, fusion: Fusion, group: Any) -> None:
+        """Put the collective where the last gradient is ready, and the wait where the first one is read."""
+        name, scale, concat = str(group.group_name), 1.0 / group.size(), fusion == "concat"
+        values = [node.meta["val"] for node in self.nodes]
+        sizes = [value.numel() for value in values]
+        with self.graph.inserting_before(self.nodes[-1].next):
+            parts = [self._flat(node.args[0], value) for node, value in zip(self.nodes, values, strict=True)]
+            if concat and len(parts) > 1:
+                parts = [self._add("flat", aten.cat.default, parts)]
+            scaled = [self._add("scaled", aten.mul.Tensor, part, scale) for part in parts]
+            if concat:
+                sent = [self._add("all_reduce", functional.all_reduce.default, scaled[0], "sum", name)]
+            else:
+                start = self._add("all_reduce", functional.all_reduce_coalesced.default, scaled, "sum", name)
+                sent = [self._add("sent", operator.getitem, start, place) for place in range(len(sizes))]
+        with self.graph.inserting_before(self.reader):
+            parts = [self._add("wait", functional.wait_tensor.default, each) for each in sent]
+            if concat and len(sizes) > 1:
+                split = self._add("pieces", aten.split_with_sizes.default, parts[0], sizes)
+                parts = [self._add("piece", operator.getitem, split, place) for place in range(len(sizes))]
+            for node, part, value in zip(self.nodes, parts, values, strict=True):
+                node.replace_all_uses_with(self._restored(part, value))
+                self.graph.erase_node(node)
+
+    def _flat(self, gradient: Any, value: Tensor) -> fx.Node:
+        """A gradient as it lies in memory."""
+        if not value.is_contiguous():
+            gradient = self._add("permuted", aten.permute.default, gradient, _order(value))
+        return self._add("part", aten.reshape.default, gradient, [value.numel()])
+
+    def _restored(self, part: fx.Node, value: Tensor) -> fx.Node:
+        """A gradient with the strides that it had."""
+        if value.is_contiguous():
+            return self._add("gradient", aten.view.default, part, [*value.shape])
+        order = _order(value)
+        permuted = self._add("permuted", aten.view.default, part, [value.shape[at] for at in order])
+        back = [order.index(at) for at in range(len(order))]
+        return self._add("gradient", aten.permute.default, permuted, back)
+
+
+def _order(value: Tensor) -> list[int]:
+    """The dimensions of a tensor as they lie in memory, the slowest first."""
+    return sorted(range(value.dim()), key=value.stride().__getitem__, reverse=True)

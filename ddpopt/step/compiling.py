@@ -1,0 +1,63 @@
+"""Compile the graph of a step with a Dynamo backend, so that its collectives start where the graph says.
+
+Inductor moves operations that free no memory, such as a weight's gradient, behind all others; its passes that
+do so are off while a step is compiled. And it generates code for numbers in a graph only where they are
+sizes, so changing numbers become tensors.
+
+Invariant: settings of torch are changed only while a backend compiles, and are then as before.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import fx
+from torch.fx.passes import _tensorify_python_scalars
+
+from ddpopt.dynamo.backend import configured, find_compiler
+from ddpopt.graph.effects import written_storages
+from ddpopt.graph.nodes import CompilerFn, body_nodes, storages
+from ddpopt.inline.inductor import is_inductor
+from ddpopt.step.numbers import numbers_as_tensors
+from ddpopt.step.schedule import Schedule
+
+IN_ORDER: dict[str, Any] = {
+    "reorder_for_locality": False,
+    "reorder_for_peak_memory": False,
+    "post_grad_custom_post_pass": Schedule(),
+}
+
+
+def compile_step(gm: fx.GraphModule, inputs: Sequence[Any], backend: str | CompilerFn) -> Callable[..., Any]:
+    """Compile the graph of a step, while Dynamo compiles.
+
+    Args:
+        gm: the graph, with its collectives.
+        inputs: its inputs.
+        backend: a Dynamo backend.
+
+    Returns:
+        A function of the graph's inputs.
+    """
+    compiler = find_compiler(backend)
+    if is_inductor(compiler):
+        compiler = configured(compiler, options=IN_ORDER)
+        numbers_as_tensors(gm)
+    _relax_views(gm)
+    # it would take the numbers for constants
+    untouched = patch.object(_tensorify_python_scalars, "_is_tensorify_enabled", lambda: False)
+    with untouched, torch.no_grad():
+        return compiler(gm, [*inputs])
+
+
+def _relax_views(gm: fx.GraphModule) -> None:
+    """Make views reshapes, which also take the strides that a compiler chooses.
+
+    Views of memory that is written to stay views: a copy would not see the writes.
+    """
+    written = {key: None for node in body_nodes(gm.graph) for key in written_storages(node)}
+    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+        if not any(key in written for key in storages(node)):
+            node.target = torch.ops.aten.reshape.default
+    gm.recompile()

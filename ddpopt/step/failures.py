@@ -1,0 +1,119 @@
+"""Errors of a capture, told with the user's line; and comparing steps between ranks.
+
+Invariant: of the ranks that agree for the first time, all capture the same collectives, or all raise.
+"""
+
+import contextlib
+import linecache
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+
+import ddpopt.errors
+from ddpopt.ddp.deferral import LONGEST_WAIT
+from ddpopt.ddp.plan_exchange import exchange_plans, plan_difference, same_buckets
+from ddpopt.errors import DdpoptError, PlanMismatchError, UnsupportedError
+from ddpopt.planning.plan import Plan
+
+WHAT = "ddpopt.train_step"
+LIBRARIES = tuple(
+    os.path.dirname(module.__file__ or "") + os.sep for module in (torch, contextlib, ddpopt.errors)
+)
+FROM_DYNAMO = (TorchDynamoException, FailOnRecompileLimitHit)
+DEPENDS = ("Data-dependent branching",)
+
+
+@contextlib.contextmanager
+def told(name: str) -> Iterator[None]:
+    """Say of an error of Dynamo inside this block which of the user's lines it is about.
+
+    Args:
+        name: of the user's function.
+
+    Raises:
+        UnsupportedError: Dynamo cannot trace the function.
+        DdpoptError: as it was raised while Dynamo traced or compiled.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not (isinstance(error, FROM_DYNAMO) or hasattr(error, "real_stack")):
+            raise
+        if (own := _own(error)) is not None:
+            where = _where(error)
+            raise type(own)(f"{own}. {where.rstrip(': ')}" if where else str(own)) from error
+        raise UnsupportedError(
+            f"{WHAT}: {name} cannot be captured as one graph. {_where(error)}{_reason(error)}\n"
+            "fallback='inline' runs the function in eager around ddpopt.compile(model)"
+        ) from error
+
+
+def _own(error: BaseException | None) -> DdpoptError | None:
+    """The error of ddpopt that made Dynamo fail."""
+    while error is not None and not isinstance(error, DdpoptError):
+        error = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__
+    return error
+
+
+def _reason(error: Exception) -> str:
+    if getattr(error, "gb_type", None) in DEPENDS:
+        return (
+            "it depends on values of a tensor, which are not known while the step is captured; return "
+            "the tensor and read it after the step, or use torch.where instead of a branch"
+        )
+    lines = [line.strip() for line in str(error).partition("\n\nfrom user code")[0].splitlines()]
+    told = [line for line in lines if line and not line.startswith(("Developer debug", "For more details"))]
+    return " ".join(told)
+
+
+def _where(error: BaseException) -> str:
+    """The innermost line of the user's code in an error's traceback."""
+    stack = getattr(error, "real_stack", None) or ()
+    frames = [frame for frame in stack if not _of_library(frame.filename)]
+    if not frames:
+        return ""
+    last = frames[-1]
+    code = linecache.getline(last.filename, last.lineno or 0).strip()
+    return f"{last.filename}:{last.lineno}, in {last.name}: `{code}`: "
+
+
+def _of_library(path: str) -> bool:
+    return path.startswith(LIBRARIES) or path.startswith("<")
+
+
+def compare(groups: Sequence[Any], plans: Sequence[Plan], problem: Exception | None) -> None:
+    """Compare the plans of a step with those of the other ranks.
+
+    Args:
+        groups: the process group of each DDP module.
+        plans: the plan of each; of no meaning if there is a problem.
+        problem: why this rank has no plans.
+
+    Raises:
+        PlanMismatchError: another rank has other plans, or failed.
+        InfrastructureError: another rank did not answer in time.
+    """
+    for place, group in enumerate(groups):
+
+        def decide(place: int = place) -> Plan:
+            if problem is not None:
+                raise problem
+            return plans[place]
+
+        try:
+            found = exchange_plans(group, WHAT, decide, LONGEST_WAIT)
+        except DdpoptError:
+            if problem is None:
+                raise
+            continue  # the other groups must hear of it too
+        if not same_buckets(found):
+            raise PlanMismatchError(
+                f"{WHAT}: the ranks' steps do not average the same gradients:\n{plan_difference(found)}\n"
+                "All ranks must take the same branches. Where they cannot, use ddpopt.compile(model), or "
+                "fallback='inline'"
+            )
+    if problem is not None:
+        raise problem

@@ -1,0 +1,153 @@
+"""Dynamo's graph of a step as a graph of aten operators, in which gradients that DDP averages are marked.
+
+Autograd runs while the operators are recorded, so they are those of an eager step, in their order.
+Accumulations move up to where their gradient is ready, as eager's autograd runs them.
+
+Invariant: the graph computes what Dynamo's does, and takes and returns the same.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._guards import TracingContext
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from ddpopt.errors import UsageError
+from ddpopt.step.replicas import AVERAGE, FOR_ALL, Averaged, Replica, require_all_used, slots_of
+from ddpopt.step.tracing import ACCUMULATED, READY, Seen
+
+Known = Mapping[int, Sequence[Averaged]]
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A captured step.
+
+    Attributes:
+        gm: the graph, in which each averaged gradient passes through ``ddpopt::average``.
+        replicas: the DDP modules.
+        slots: the parameters that are averaged, in ready order; the second arguments of ``ddpopt::average``.
+    """
+
+    gm: fx.GraphModule
+    replicas: tuple[Replica, ...]
+    slots: tuple[Averaged, ...]
+
+
+def capture(gm: fx.GraphModule, inputs: Sequence[Any], seen: Seen) -> Captured:
+    """Record the operators of a step.
+
+    Args:
+        gm: Dynamo's graph.
+        inputs: its inputs.
+        seen: the modules and optimizers of the step.
+
+    Raises:
+        UsageError: the step leaves gradients that DDP would not, or has an optimizer of another model.
+    """
+    replicas = tuple(seen.replicas.values())
+    recorded = _recorded(gm, inputs)
+    known = slots_of(replicas)
+    slots = _mark(recorded.graph, inputs, known)
+    _require_own_optimizers(seen)
+    require_all_used((each for found in known.values() for each in found), slots)
+    recorded.graph.lint()
+    recorded.recompile()
+    return Captured(recorded, replicas, slots)
+
+
+def _recorded(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    fakes = [_fake(node.meta["example_value"], each) for node, each in zip(placeholders, inputs, strict=True)]
+    torch.clear_autocast_cache()
+    with _context().fake_mode, torch.autograd.set_multithreading_enabled(False), torch.enable_grad():
+        found: fx.GraphModule = make_fx(fx.Interpreter(gm).run)(*fakes)
+    torch.clear_autocast_cache()
+    for node, given in zip(found.graph.find_nodes(op="placeholder"), placeholders, strict=True):
+        node._rename(given.name)
+        node.target = node.name
+    return found
+
+
+def _context() -> Any:
+    return TracingContext.get()
+
+
+def _fake(traced: Any, value: Any) -> Any:
+    """A fake tensor as the backend's, which it would use again, with an autograd history of its own."""
+    if not isinstance(value, Tensor):
+        return traced
+    known = _context().tensor_to_context.get(value)
+    source = None if known is None else known.tensor_source
+    fake: Any = _context().fake_mode.from_tensor(value, symbolic_context=known, source=source)
+    fresh = fake.detach()
+    fresh.item_memo = fake.item_memo
+    return fresh.requires_grad_(value.requires_grad)
+
+
+def _mark(graph: fx.Graph, inputs: Sequence[Any], known: Known) -> tuple[Averaged, ...]:
+    """Replace the marks of accumulations by those of averaged gradients, where these are ready."""
+    order = {node: place for place, node in enumerate(graph.nodes)}
+    real = dict(zip(graph.find_nodes(op="placeholder"), inputs, strict=True))
+    slots: list[Averaged] = []
+    begins = graph.find_nodes(op="call_function", target=READY)
+    ends = graph.find_nodes(op="call_function", target=ACCUMULATED)
+    for begin, end in sorted(zip(begins, ends, strict=True), key=lambda pair: order[pair[0].args[1]]):
+        parameter, gradient, modules = end.args
+        averaged_by = known.get(id(real.get(_origin(parameter))), ())
+        found = [each for each in averaged_by if id(each.replica.ddp) in modules]
+        for averaged in found:
+            if averaged in slots:
+                raise UsageError(
+                    "train_step: two backward passes of one step reduce the gradient of "
+                    f"{averaged.spec.name!r} of {averaged.replica.name}. {FOR_ALL}"
+                )
+            with graph.inserting_before(end):
+                gradient = graph.call_function(AVERAGE, (gradient, len(slots)))
+            gradient.meta = dict(end.meta)
+            slots.append(averaged)
+        end.replace_all_uses_with(gradient)
+        begin.replace_all_uses_with(begin.args[1])
+        if found:
+            _move_up(begin, gradient)
+        graph.erase_node(end)
+        graph.erase_node(begin)
+    return tuple(slots)
+
+
+def _origin(node: Any) -> fx.Node:
+    """A tensor before the step wrote to it."""
+    while node.op == "call_function" and node.target._schema.name.endswith("_"):
+        node = node.args[0]
+    return node  # type: ignore[no-any-return]  # a node
+
+
+def _move_up(begin: fx.Node, last: fx.Node) -> None:
+    """Move an accumulation to where its gradient is ready."""
+    source: Any = begin.args[1]
+    while source.next.op == "placeholder":
+        source = source.next
+    node = begin.next
+    while True:
+        following = node.next
+        source.append(node)
+        source = node
+        if node is last:
+            return
+        node = following
+
+
+def _require_own_optimizers(seen: Seen) -> None:
+    """Check that optimizers update parameters of the step's modules."""
+    held = {id(each) for replica in seen.replicas.values() for each in replica.ddp.parameters()}
+    for name, optimizer in seen.optimizers.values():
+        if not any(id(each) in held for group in optimizer.param_groups for each in group["params"]):
+            modules = ", ".join(replica.name for replica in seen.replicas.values())
+            raise UsageError(
+                f"train_step: {name} ({type(optimizer).__name__}) holds no parameter of {modules}: was it "
+                "built for another model, or before the parameters were replaced? Build it from the model "
+                "that the step trains"
+            )

@@ -1,0 +1,232 @@
+"""Parts of a step that are kept out of its graph, and the user's own pass over the graph.
+
+A part that cannot be captured is replaced by a stand-in, whose operators the graph only calls; `opaque` makes
+one of any module.
+
+Invariant: a pass changes how a step is computed, never what it takes and returns, nor what is sent.
+"""
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.func import functional_call
+
+from ddpopt.errors import UsageError
+
+Transform = Callable[[fx.GraphModule], fx.GraphModule | None]
+
+
+class Override:
+    """What a step does with some submodules; inherit from it."""
+
+    def replacement(self, name: str, module: nn.Module) -> nn.Module:  # noqa: ARG002  # for those that inherit
+        """Choose what stands for a submodule while a step is captured.
+
+        Args:
+            name: as in ``named_modules()`` of the module inside DDP.
+            module: the submodule.
+
+        Returns:
+            The submodule itself, or another module, which uses the submodule's parameters.
+        """
+        return module
+
+    def transform(
+        self,
+        graph_module: fx.GraphModule,
+        state: Mapping[str, Tensor],  # noqa: ARG002  # for those that inherit
+    ) -> fx.GraphModule | None:
+        """Change the captured graph, before collectives are put into it.
+
+        Args:
+            graph_module: the graph, in which ``ddpopt::average`` marks each gradient that will be averaged.
+            state: the user's tensors, by the names of the graph's placeholders.
+
+        Returns:
+            The graph to use; None for `graph_module` itself.
+        """
+        return graph_module
+
+
+class _Opaque(nn.Module):
+    """Calls another module through one operator."""
+
+    def __init__(self, module: nn.Module, like: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.names = [name for name, _ in module.named_parameters()]
+        self.handle = next(_handles)
+        _opaque[self.handle] = self
+        vars(self).update(module=module, like=like)  # its parameters are not this module's
+
+    def forward(self, *inputs: Tensor) -> Any:
+        parameters = dict(vars(self)["module"].named_parameters())
+        tensors = [*inputs, *(parameters[name] for name in self.names)]
+        return torch.ops.ddpopt.opaque(self.handle, tensors)
+
+    def run(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Call the module with inputs and parameters."""
+        count = len(tensors) - len(self.names)
+        parameters = dict(zip(self.names, tensors[count:], strict=True))
+        result: Tensor = functional_call(vars(self)["module"], parameters, (*tensors[:count],))
+        return result
+
+
+_handles = itertools.count()
+_opaque: dict[int, _Opaque] = {}
+"""The stand-ins, by the number that stands for one in a graph."""
+
+
+def opaque(
+    module: nn.Module, like: Callable[..., Tensor] = lambda *inputs: torch.empty_like(inputs[0])
+) -> nn.Module:
+    """A stand-in that computes what a module computes, but is a single operator in the graph of a step.
+
+    Its backward runs the module once more. The module takes tensors and returns one; it draws no random
+    numbers and changes no buffers.
+
+    Args:
+        module: the module; its code may be anything that runs in eager.
+        like: returns an empty tensor of the form of the module's output, given the inputs; by default of the
+            form of the first one.
+
+    Returns:
+        The stand-in.
+    """
+    return _Opaque(module, like)
+
+
+_library: Any = torch.library.Library("ddpopt", "FRAGMENT")  # type: ignore[no-untyped-call]  # torch types it not
+_library.define("opaque(int handle, Tensor[] tensors) -> Tensor")
+_library.define("opaque_backward(int handle, Tensor gradient, Tensor[] tensors) -> Tensor[]")
+
+
+def _run(handle: int, tensors: Sequence[Tensor]) -> Tensor:
+    with torch.no_grad():
+        return _opaque[handle].run(tensors)
+
+
+def _run_backward(handle: int, gradient: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    # autograd records nothing inside an operator, but it does on another thread
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(_gradients, handle, gradient, tensors).result()
+
+
+def _gradients(handle: int, gradient: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    leaves = [each.detach().requires_grad_(each.is_floating_point()) for each in tensors]
+    output = _opaque[handle].run(leaves)
+    trained = [leaf for leaf in leaves if leaf.requires_grad]
+    found = iter(torch.autograd.grad(output, trained, gradient, allow_unused=True, materialize_grads=True))
+    return [next(found) if leaf.requires_grad else torch.zeros_like(leaf) for leaf in leaves]
+
+
+def _fake(handle: int, tensors: Sequence[Tensor]) -> Tensor:
+    stand_in = _opaque[handle]
+    made: Tensor = vars(stand_in)["like"](*tensors[: len(tensors) - len(stand_in.names)])
+    return made
+
+
+def _fake_backward(_: int, __: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.empty_like(each) for each in tensors]
+
+
+for _name, _real, _made in (("opaque", _run, _fake), ("opaque_backward", _run_backward, _fake_backward)):
+    _library.impl(_name, _real, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"ddpopt::{_name}", _made, lib=_library)
+
+
+def _save(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG001  # torch passes it
+    ctx.handle = inputs[0]
+    ctx.save_for_backward(*inputs[1])
+
+
+def _backward(ctx: Any, gradient: Tensor) -> Any:
+    found = torch.ops.ddpopt.opaque_backward(ctx.handle, gradient, [*ctx.saved_tensors])
+    return None, [each if each.is_floating_point() else None for each in found]
+
+
+torch.library.register_autograd("ddpopt::opaque", _backward, setup_context=_save, lib=_library)
+
+
+@dataclass
+class Swap:
+    """A place of a submodule, and the module to put there."""
+
+    held: Any
+    key: str
+    other: nn.Module
+
+
+@contextlib.contextmanager
+def swapped(swaps: Sequence[Swap]) -> Iterator[None]:
+    """In this block the other modules are in their places; in a block inside, the own ones are again."""
+    _exchange(swaps)
+    try:
+        yield
+    finally:
+        _exchange(swaps)
+
+
+def _exchange(swaps: Sequence[Swap]) -> None:
+    for swap in swaps:
+        swap.held[swap.key], swap.other = swap.other, swap.held[swap.key]
+
+
+def replacements(root: nn.Module, overrides: Sequence[Override]) -> Iterator[Swap]:
+    """The submodules to replace."""
+    for name, module in [*root.named_modules()]:
+        for key, child in [*module._modules.items()]:
+            path = f"{name}.{key}" if name else key
+            if child is None:
+                continue
+            made = child
+            for override in overrides:
+                made = override.replacement(path, made)
+            if made is not child:
+                yield Swap(module._modules, key, made)
+
+
+def passed(change: Callable[[], fx.GraphModule | None], gm: fx.GraphModule, what: str) -> fx.GraphModule:
+    """Run a pass over a graph, and check what it did.
+
+    Args:
+        change: the pass; it may change `gm`, or return another graph.
+        gm: the graph.
+        what: the name of the pass, for the error.
+
+    Returns:
+        The graph to use.
+
+    Raises:
+        UsageError: the graph that it leaves is broken, or takes, returns or sends something else.
+    """
+    before = _face(gm)
+    found = change()
+    changed = gm if found is None else found
+    if not isinstance(changed, fx.GraphModule):
+        raise UsageError(f"{what}: expected a GraphModule or None, got {changed!r}")
+    try:
+        changed.graph.lint()
+    except Exception as error:
+        raise UsageError(f"{what} leaves a broken graph: {error}") from error
+    changed.recompile()
+    for was, now in zip(before, _face(changed), strict=True):
+        if was != now:
+            raise UsageError(
+                f"{what} changes what the step takes, returns or sends: expected {was}, got {now}"
+            )
+    return changed
+
+
+def _face(gm: fx.GraphModule) -> tuple[Any, ...]:
+    """A graph's inputs, the number of its outputs, and its collectives."""
+    inputs = [node.name for node in gm.graph.find_nodes(op="placeholder")]
+    outputs: Any = gm.graph.output_node().args[0]
+    named = (str(node.target) for node in gm.graph.nodes if node.op == "call_function")
+    sent = sorted(name for name in named if name.startswith(("_c10d_functional", "ddpopt.average")))
+    return inputs, len(outputs), sent

@@ -1,0 +1,129 @@
+"""The DDP modules of a step: what they average, and how they broadcast buffers.
+
+Invariant: a gradient is averaged in exactly those backwards in which DDP would reduce it, once in each step.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpopt.errors import UnsupportedError, UsageError
+from ddpopt.planning.bucket_rule import ParamSpec, specs_from_ddp
+
+_library: Any = torch.library.Library("ddpopt", "FRAGMENT")  # type: ignore[no-untyped-call]  # torch types it not
+_library.define("average(Tensor gradient, int slot) -> Tensor")
+AVERAGE: Any = torch.ops.ddpopt.average.default
+"""Marks a gradient that is averaged, until its bucket takes the mark's place."""
+FOR_ALL = "Call DDP once and add the losses, or use no_sync() for all backwards of a step but the last"
+
+
+@dataclass(frozen=True, eq=False)
+class Replica:
+    """A DDP module in a step.
+
+    Attributes:
+        name: as the user would write it.
+        ddp: the module.
+    """
+
+    name: str
+    ddp: DistributedDataParallel
+
+    @property
+    def group(self) -> Any:
+        """The ranks that average."""
+        return self.ddp.process_group
+
+
+@dataclass(frozen=True)
+class Averaged:
+    """A parameter whose gradient a DDP module averages."""
+
+    replica: Replica
+    spec: ParamSpec
+
+
+def source_name(source: Any) -> str:
+    """The name of an object in the user's code, from Dynamo's."""
+    return re.sub(r"\._modules\['(\w+)'\]", r".\1", re.sub(r"^[LG]\['(\w+)'\]", r"\1", source.name))
+
+
+def slots_of(replicas: Iterable[Replica]) -> Mapping[int, Sequence[Averaged]]:
+    """What modules average, by ``id`` of the parameter: once for each process group.
+
+    Raises:
+        UnsupportedError: a module has an option that a step does not support.
+    """
+    found: dict[int, list[Averaged]] = {}
+    for replica in replicas:
+        _require_supported(replica)
+        parameters = dict(replica.ddp.module.named_parameters())
+        for spec in specs_from_ddp(replica.ddp):
+            own = found.setdefault(id(parameters[spec.name]), [])
+            # averaged by another module of the group already: twice would be the same
+            if all(each.replica.group.group_name != replica.group.group_name for each in own):
+                own.append(Averaged(replica, spec))
+    return found
+
+
+def _require_supported(replica: Replica) -> None:
+    ddp: Any = replica.ddp
+    parameters: list[Any] = [*ddp.parameters()]
+    problems = {
+        "a communication hook": bool(ddp._get_ddp_logging_data().get("comm_hook")) or bool(ddp._comm_hooks),
+        "mixed_precision": ddp.mixed_precision is not None,
+        "a buffer hook": hasattr(ddp, "buffer_hook"),
+        "join()": ddp._join_config.enable,
+        "delay_all_reduce_named_params": bool(ddp._delay_all_reduce_params),
+        "sparse gradients": any(spec.sparse for spec in specs_from_ddp(ddp)),
+        "hooks on parameters": any(
+            each._backward_hooks or getattr(each, "_post_accumulate_grad_hooks", None) for each in parameters
+        ),
+    }
+    wrong = [what for what, there in problems.items() if there]
+    if wrong:
+        raise UnsupportedError(
+            f"train_step: {replica.name} uses {' and '.join(wrong)}, which a step in one graph does not "
+            "support; use ddpopt.compile(model), or fallback='inline'"
+        )
+
+
+def broadcast_buffers(ddp: Any) -> None:
+    """Copy the first rank's buffers, in one broadcast for each dtype and device."""
+    kinds: dict[tuple[Any, Any], list[Tensor]] = {}
+    for name, buffer in ddp.module.named_buffers():
+        if name not in ddp.parameters_to_ignore:
+            kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer)
+    with torch.no_grad():
+        for buffers in kinds.values():
+            flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+            sent = torch.ops._c10d_functional.broadcast(flat, 0, ddp.process_group.group_name)
+            received = torch.ops._c10d_functional.wait_tensor(sent)
+            sizes = [buffer.numel() for buffer in buffers]
+            for buffer, piece in zip(buffers, received.split(sizes), strict=True):
+                buffer.data.copy_(piece.view(buffer.shape))  # unseen by autograd, as in DDP
+
+
+def require_all_used(expected: Iterable[Averaged], got: Sequence[Averaged]) -> None:
+    """Check that gradients are missing only where DDP allows it.
+
+    Raises:
+        UsageError: a parameter got no gradient; DDP itself would fail in the next step.
+    """
+    missing: dict[Replica, list[str]] = {}
+    for each in expected:
+        ddp = each.replica.ddp
+        optional = ddp.find_unused_parameters or ddp.static_graph
+        ran = any(other.replica is each.replica for other in got)
+        if ran and each not in got and not optional:
+            missing.setdefault(each.replica, []).append(each.spec.name)
+    for replica, names in missing.items():
+        raise UsageError(
+            f"train_step: {replica.name} got no gradient for {', '.join(map(repr, names))}, so DDP "
+            "would fail in the next step; build it with find_unused_parameters=True or static_graph=True"
+        )

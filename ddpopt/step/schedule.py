@@ -1,0 +1,117 @@
+"""The order of a step's operations: what a collective needs comes first, and what waits for it comes last.
+
+Collectives keep their order, which is the same on all ranks. Before each of them stands only what it needs
+and what earlier ones needed, so that it starts early. What remains is sorted by the last collective that it
+waits for: parameters whose gradients have arrived are updated while later buckets are still sent.
+
+Invariant: the program is the same. Operations that draw random numbers, and those that share memory with one
+that writes, keep their order.
+"""
+
+import hashlib
+import inspect
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+from ddpopt.graph.effects import written_storages
+from ddpopt.graph.nodes import body_nodes, read_storages, storages
+
+functional: Any = torch.ops._c10d_functional
+STARTS = (
+    functional.all_reduce.default,
+    functional.all_reduce_coalesced.default,
+    functional.broadcast.default,
+)
+WAIT = functional.wait_tensor.default
+Before = Mapping[fx.Node, Mapping[fx.Node, None]]
+"""For each node, those that must come before it."""
+
+
+class Schedule(CustomGraphPass):
+    """Orders a graph; a pass of Inductor, which is part of the key of its cache."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Order a graph by need."""
+        nodes = body_nodes(graph)
+        before = _dependencies(nodes)
+        order = _by_need(nodes, before)
+        for node in order:
+            graph.output_node().prepend(node)
+
+    def uuid(self) -> Any:
+        """A hash of this module."""
+        return hashlib.sha256(inspect.getsource(sys.modules[__name__]).encode()).hexdigest()
+
+
+def _by_need(nodes: list[fx.Node], before: Before) -> list[fx.Node]:
+    placed: dict[fx.Node, None] = {}
+    place_of = {node: place for place, node in enumerate(nodes)}
+    for start in nodes:
+        if start.target in STARTS:
+            needed = _needed(start, before, placed)
+            placed.update(dict.fromkeys(sorted(needed, key=place_of.__getitem__)))
+    number = {start: place for place, start in enumerate(node for node in nodes if node.target in STARTS)}
+    ranks: dict[fx.Node, int] = {}
+    for node in nodes:
+        own = max((number[each] for each in _started(node)), default=-1) if node.target is WAIT else -1
+        ranks[node] = max((ranks[each] for each in before[node]), default=-1)
+        ranks[node] = max(ranks[node], own)
+    rest = [node for node in nodes if node not in placed]
+    return [*placed, *sorted(rest, key=ranks.__getitem__)]
+
+
+def _started(wait: fx.Node) -> Iterable[fx.Node]:
+    """The collective that a node waits for."""
+    waiting = [*wait.all_input_nodes]
+    while waiting:
+        node = waiting.pop()
+        if node.target in STARTS:
+            yield node
+        elif node.op == "call_function" and "getitem" in str(node.target):
+            waiting.extend(node.all_input_nodes)
+
+
+def _needed(start: fx.Node, before: Before, placed: Mapping[fx.Node, None]) -> dict[fx.Node, None]:
+    """A node and everything that must come before it, if it is not placed yet."""
+    needed: dict[fx.Node, None] = {}
+    waiting = [start]
+    while waiting:
+        node = waiting.pop()
+        if node not in placed and node not in needed:
+            needed[node] = None
+            waiting.extend(before[node])
+    return needed
+
+
+def _dependencies(nodes: list[fx.Node]) -> Before:
+    """What must come before each node: its inputs, and by memory, random numbers and collectives what did."""
+    before: dict[fx.Node, dict[fx.Node, None]] = {}
+    readers: dict[int, list[fx.Node]] = {}
+    writer: dict[int, fx.Node] = {}
+    last: dict[str, fx.Node] = {}
+    for node in nodes:
+        own = {each: None for each in node.all_input_nodes if each in before}
+        used, written = {**read_storages(node), **dict.fromkeys(storages(node))}, written_storages(node)
+        own.update((writer[key], None) for key in used if key in writer)
+        own.update((reader, None) for key in written for reader in readers.get(key, ()))
+        for kind, belongs in (("random", _is_random(node)), ("sent", node.target in STARTS)):
+            if belongs:
+                own.update({last[kind]: None} if kind in last else {})
+                last[kind] = node
+        own.pop(node, None)
+        before[node] = own
+        for key in used:
+            readers.setdefault(key, []).append(node)
+        for key in written:
+            writer[key], readers[key] = node, [node]
+    return before
+
+
+def _is_random(node: fx.Node) -> bool:
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.nondeterministic_seeded in tags

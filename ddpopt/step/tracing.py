@@ -1,0 +1,223 @@
+"""What Dynamo sees of DDP and of optimizers while it traces a train step.
+
+Dynamo traces ``backward()`` as ``torch.autograd.grad`` and one accumulation for each parameter. In a step
+DDP's forward needs no reducer, accumulations of a synchronized backward are marked with operators, and
+optimizers are traced as the Python code that they are.
+
+Uses private parts of torch: how Dynamo represents optimizers, accumulates gradients, and remembers which
+numbers change.
+
+Invariant: torch is changed only while a step is called.
+"""
+
+import contextlib
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any, cast
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch._dynamo import polyfills
+from torch._dynamo.comptime import comptime
+from torch._dynamo.output_graph import OutputGraph
+from torch._dynamo.pgo import auto_dynamic
+from torch._dynamo.variables import builder
+from torch._dynamo.variables.constant import (
+    CONSTANT_VARIABLE_FALSE,
+    CONSTANT_VARIABLE_NONE,
+    CONSTANT_VARIABLE_TRUE,
+    ConstantVariable,
+)
+from torch._dynamo.variables.functions import UserMethodVariable
+from torch._dynamo.variables.optimizer import OptimizerVariable
+from torch._dynamo.variables.tensor import TensorVariable
+from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+from ddpopt.errors import UnsupportedError
+from ddpopt.step.replicas import Replica, broadcast_buffers, source_name
+
+MOST = 16
+"""Graphs of one step function."""
+LEVELS = ("debug", "info", "warn", "error", "exception", "critical", "log")
+"""Beginnings of the names of methods that write a log."""
+_library: Any = torch.library.Library("ddpopt", "FRAGMENT")  # type: ignore[no-untyped-call]  # torch types it not
+_library.define("ready(Tensor parameter, Tensor gradient) -> Tensor")
+_library.define("accumulated(Tensor parameter, Tensor gradient, int[] modules) -> Tensor")
+for _name in ("ready", "accumulated"):
+    _library.impl(_name, lambda _, gradient, *__: gradient.clone(), "CompositeExplicitAutograd")
+    torch.library.register_fake(
+        f"ddpopt::{_name}", lambda _, gradient, *__: torch.empty_like(gradient), lib=_library
+    )
+READY: Any = torch.ops.ddpopt.ready.default
+ACCUMULATED: Any = torch.ops.ddpopt.accumulated.default
+
+
+class Seen:
+    """What Dynamo meets in a step.
+
+    Attributes:
+        replicas: the DDP modules, by ``id``.
+        optimizers: the optimizers with their names, by ``id``.
+        averaging: ``id`` of the modules whose next backward is averaged.
+        done: of these, those whose backward has run.
+        traced: DDP's forward and the accumulation of a gradient, as Dynamo traces them.
+    """
+
+    def __init__(self) -> None:
+        self.replicas: dict[int, Replica] = {}
+        self.optimizers: dict[int, tuple[str, Optimizer]] = {}
+        self.averaging: list[int] = []
+        self.done: list[int] = []
+        self.traced = _traced(self)
+
+    def forget(self) -> None:
+        """Begin another step."""
+        for each in (self.replicas, self.optimizers, self.averaging, self.done):
+            each.clear()
+
+
+@contextlib.contextmanager
+def traceable(seen: Seen) -> Iterator[None]:
+    """In this block Dynamo can trace a whole step.
+
+    Args:
+        seen: what Dynamo meets is added to it.
+    """
+    seen.forget()
+    forward, accumulate = seen.traced
+    with ExitStack() as stack:
+        stack.callback(_unname_constants)
+        _unname_constants()
+        stack.enter_context(torch._dynamo.config.patch(_settings()))
+        for holder, name, value in (
+            (DistributedDataParallel, "forward", forward),
+            (polyfills, "accumulate_grad", accumulate),
+            (torch._dynamo, "graph_break", _nothing),
+            (torch.autograd, "backward", _backward),
+            (OutputGraph, "_validate_outputs_safe_for_autograd_nodes", _nothing),
+            (builder, "OptimizerVariable", lambda value, **options: _optimizer(seen, value, options)),
+            (builder, "process_automatic_dynamic", _with_changing_rates),
+            (TensorVariable, "method_attr_grad", _own_none),
+        ):
+            stack.enter_context(patch.object(holder, name, value))
+        yield
+
+
+def _settings() -> dict[str, Any]:
+    written = [call for name, call in vars(logging.Logger).items() if name.startswith(LEVELS)]
+    return {
+        "trace_autograd_ops": True,
+        "recompile_limit": MOST,
+        "suppress_errors": False,
+        "skip_fwd_side_effects_in_bwd_under_checkpoint": True,  # DDP's forward has some
+        "ignore_logging_functions": torch._dynamo.config.ignore_logging_functions | {*written},
+    }
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Instead of breaks of the graph in optimizers, and a check that what is returned keeps its history."""
+
+
+def _traced(seen: Seen) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    averaging, done = seen.averaging, seen.done
+
+    def note(ctx: Any) -> None:
+        variable = ctx.get_local("self")._i_will_not_complain_if_bc_breaks_VariableTracker()
+        seen.replicas.setdefault(id(variable.value), Replica(source_name(variable.source), variable.value))
+
+    def forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
+        comptime(note)
+        key, trains = id(self), torch.is_grad_enabled() and self.require_backward_grad_sync
+        if self.will_sync_module_buffers():
+            broadcast_buffers(self)
+        if self.device_ids:
+            device = torch.device(self.device_type, self.device_ids[0])
+            inputs, kwargs = tree_map_only(Tensor, lambda each: each.to(device), (inputs, kwargs))
+        output = self.module(*inputs, **kwargs)
+        if key in done and torch.is_grad_enabled():
+            done.remove(key)
+            averaging.remove(key)
+        if trains and key not in averaging:
+            averaging.append(key)
+        self.require_forward_param_sync = trains
+        return output
+
+    def accumulate(parameter: Tensor, gradient: Tensor | None, new: Tensor | None) -> Tensor | None:
+        if new is None or not averaging:
+            return cast("Tensor | None", _accumulate(parameter, gradient, new))
+        done[:] = averaging
+        found: Tensor = _accumulate(parameter, gradient, torch.ops.ddpopt.ready(parameter, new))
+        found = torch.ops.ddpopt.accumulated(parameter, found, averaging)
+        return found if gradient is None else gradient.copy_(found)
+
+    return forward, accumulate
+
+
+_gradient: Any = TensorVariable.method_attr_grad
+_eager_backward: Any = torch.autograd.backward
+_accumulate: Any = polyfills.accumulate_grad
+_process: Any = builder.process_automatic_dynamic  # type: ignore[attr-defined]  # it imports it
+
+
+def _with_changing_rates(tx: Any, name: str, entry: Any, **options: Any) -> Any:
+    """Dynamo's memory of numbers that change; learning rates do from the start."""
+    found = _process(tx, name, entry, **options)
+    return replace(found, scalar=auto_dynamic) if name.endswith("['lr']") else found
+
+
+def _unname_constants() -> None:
+    """Forget where constants were last read: Dynamo would read them there in other functions too."""
+    for each in (CONSTANT_VARIABLE_NONE, CONSTANT_VARIABLE_TRUE, CONSTANT_VARIABLE_FALSE):
+        each.source = None
+
+
+def _backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+    """``torch.autograd.backward``; Dynamo traces only the method of a tensor."""
+    if torch.compiler.is_dynamo_compiling() and isinstance(tensors, Tensor):
+        tensors.backward(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch types it not
+    else:
+        _eager_backward(tensors, *args, **kwargs)
+
+
+def _scheduled_step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    """``optimizer.step``, as a scheduler patches it."""
+    optimizer._opt_called = True
+    return type(optimizer).step(optimizer, *args, **kwargs)
+
+
+def _own_none(variable: Any, tx: Any) -> Any:
+    """A gradient that the step has set to None; Dynamo would name its only None after that gradient."""
+    found = _gradient(variable, tx)
+    return ConstantVariable(None) if found is not None and found.is_python_constant() else found
+
+
+class _Traced(OptimizerVariable):
+    """An optimizer whose state is made in the graph."""
+
+    def var_getattr(self, tx: Any, name: str) -> Any:
+        """Look up an attribute; what Dynamo skips otherwise is traced."""
+        if name in ("_init_group", "zero_grad"):
+            return UserMethodVariable(inspect.unwrap(getattr(type(self.value), name)), self)
+        if name == "step" and hasattr(vars(self.value).get("step"), "_wrapped_by_lr_sched"):
+            return UserMethodVariable(_scheduled_step, self)
+        if name == "param_groups":
+            self._set_capturable(tx)  # step counts are tensors, as in any compiled optimizer
+        return UserDefinedObjectVariable.var_getattr(self, tx, name)
+
+
+def _optimizer(seen: Seen, value: Optimizer, options: Any) -> _Traced:
+    name, kind = source_name(options["source"]), type(value).__name__
+    seen.optimizers[id(value)] = name, value
+    if any(group.get("fused") for group in value.param_groups):
+        raise UnsupportedError(
+            f"train_step: {name} is {kind}(fused=True), whose update is one opaque kernel; build it with "
+            "foreach=True, or without fused: the graph fuses its operations"
+        )
+    return _Traced(value, **options)

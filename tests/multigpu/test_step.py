@@ -1,0 +1,414 @@
+"""The strategy step on several ranks: all that an eager step leaves, bit for bit, in the plan's buckets."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.utils._pytree import tree_leaves
+
+import ddpopt
+from ddpopt.errors import DdpoptError
+from ddpopt.ranks.group import Ranks
+
+WIDTH, ROUNDS, CAP_MB = 12, 5, 6e-4
+Make = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+class Net(nn.Module):
+    """Layers with everything that a step may find: dropout, BatchNorm, an unused and a frozen parameter."""
+
+    def __init__(self, drop: float = 0.0, norm: bool = False, unused: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        weight: Any = self.layers[1].weight
+        weight.data = weight.data.t().contiguous().t()  # its gradient has its strides
+        self.norm = nn.BatchNorm1d(WIDTH) if norm else nn.Identity()
+        self.drop = nn.Dropout(drop)
+        self.spare = nn.Linear(WIDTH, WIDTH) if unused else None
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, WIDTH) to the same shape."""
+        for layer in self.layers:
+            x = self.drop(torch.tanh(self.norm(layer(x.to(next(layer.parameters()).dtype)))))
+        return self.frozen(x.to(self.frozen.weight.dtype))  # type: ignore[no-any-return]
+
+
+def sgd(**options: Any) -> Make:
+    return lambda model: torch.optim.SGD(model.parameters(), **{"lr": 0.1, **options})
+
+
+def two_groups(model: nn.Module) -> torch.optim.Optimizer:
+    weights = [each for name, each in model.named_parameters() if name.endswith("weight")]
+    biases = [each for name, each in model.named_parameters() if name.endswith("bias")]
+    groups = [{"params": weights, "weight_decay": 0.1}, {"params": biases, "lr": 0.01}]
+    return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+
+
+def loss_of(model: Any, x: Tensor, y: Tensor) -> Any:
+    return nn.functional.mse_loss(model(x), y)
+
+
+def plain(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    loss = loss_of(model, x, y)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def by_norm(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    loss = loss_of(model, x, y)
+    loss.backward()
+    norm = clip_grad_norm_(model.parameters(), 0.05)
+    optimizer.step()
+    optimizer.zero_grad()
+    return {"loss": loss.detach(), "norm": norm}
+
+
+def by_value(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    optimizer.zero_grad()
+    loss = loss_of(model, x, y)
+    loss.backward()
+    clip_grad_value_(model.parameters(), 0.001)
+    optimizer.step()
+    return loss.detach()
+
+
+def accumulated(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    with model.no_sync():
+        for part in range(2):
+            (loss_of(model, x * part, y) / 3).backward()
+    loss = loss_of(model, x, y) / 3
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def in_place_zeroed(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    loss = loss_of(model, x, y)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    return [loss, x.shape[0]]
+
+
+def cast(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = loss_of(model, x, y)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def two_losses(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    output: Any = model(x)
+    near, small = nn.functional.mse_loss(output, y), output.abs().mean()
+    (near + 0.1 * small).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return near.detach(), small.detach()
+
+
+def checkpointed(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    run = torch.utils.checkpoint.checkpoint
+    loss: Any = nn.functional.mse_loss(run(model, x, use_reentrant=False, preserve_rng_state=False), y)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+@dataclass(frozen=True)
+class Way:
+    """A model, its optimizer and a step."""
+
+    step: Callable[..., Any] = plain
+    optimizer: Make = field(default_factory=lambda: sgd(momentum=0.9))
+    model: dict[str, Any] = field(default_factory=dict)
+    ddp: dict[str, Any] = field(default_factory=dict)
+    tolerance: float = 0.0
+    between: Callable[[Any, Any, int], None] = lambda *_: None
+    rows: Callable[[int], int] = lambda _: 6
+    graphs: int = 2
+
+
+def halve(_: Any, optimizer: Any, step: int) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.5 + 0.1 * step
+
+
+def reload(model: Any, optimizer: Any, step: int) -> None:
+    if step == 2:
+        model.load_state_dict({key: value * 0.5 for key, value in model.state_dict().items()})
+        optimizer.load_state_dict(optimizer.state_dict())
+
+
+def evaluate(model: Any, _: Any, step: int) -> None:
+    if step == 1:
+        model.eval()
+        with torch.no_grad():
+            model(torch.ones(3, WIDTH))
+        model.train()
+
+
+def adam(kind: Any, **options: Any) -> Make:
+    return lambda model: kind(model.parameters(), **{"lr": 0.01, **options})
+
+
+optim = torch.optim
+WAYS = {
+    "plain": Way(optimizer=sgd(), graphs=1),
+    "momentum": Way(),
+    "all of SGD": Way(optimizer=sgd(momentum=0.9, dampening=0.3, weight_decay=0.1, maximize=True)),
+    "nesterov, foreach": Way(optimizer=sgd(momentum=0.9, nesterov=True, foreach=True)),
+    "two groups": Way(optimizer=two_groups, between=halve),
+    "Adam": Way(optimizer=adam(optim.Adam), tolerance=1e-4, between=halve),
+    "AdamW, foreach": Way(optimizer=adam(optim.AdamW, foreach=True), tolerance=1e-4, between=halve),
+    "AMSGrad": Way(optimizer=adam(optim.Adam, amsgrad=True, weight_decay=0.1), tolerance=1e-4),
+    "Adagrad": Way(optimizer=adam(optim.Adagrad, lr_decay=0.1), tolerance=1e-4, between=halve, graphs=1),
+    "Adagrad, foreach": Way(optimizer=adam(optim.Adagrad, foreach=True), tolerance=1e-4, graphs=1),
+    "norm": Way(by_norm),
+    "value": Way(by_value),
+    "accumulation": Way(accumulated, model={"norm": True}),
+    "zeroed in place": Way(in_place_zeroed, sgd(), graphs=2),
+    "autocast": Way(cast),
+    "two losses": Way(two_losses),
+    "dropout": Way(model={"drop": 0.3}),
+    "BatchNorm": Way(model={"norm": True}, between=evaluate, graphs=3),
+    "unused": Way(model={"unused": True}, ddp={"find_unused_parameters": True}),
+    "static graph, views": Way(
+        model={"unused": True}, ddp={"static_graph": True, "gradient_as_bucket_view": True}
+    ),
+    "learning rate": Way(optimizer=sgd(), between=halve, graphs=1),
+    "reloaded": Way(between=reload),
+    "batch size": Way(optimizer=sgd(), rows=lambda step: (6, 6, 5, 4, 7)[step], graphs=2),
+    "checkpoint": Way(checkpointed),
+}
+
+
+def left(model: Any, optimizer: Any) -> Any:
+    """Everything that training leaves."""
+    state = [optimizer.state[each] for each in model.parameters() if each in optimizer.state]
+    gradients = [each.grad for each in model.parameters()]
+    return [*model.parameters(), *model.buffers(), state, gradients]
+
+
+def trained(way: Way, ranks: Ranks, decorate: Callable[[Any], Any]) -> Iterator[Any]:
+    """Everything that each step returns and leaves."""
+    torch._dynamo.reset()
+    model = DDP(Net(**way.model), bucket_cap_mb=CAP_MB, **way.ddp)
+    optimizer, step = way.optimizer(model), decorate(way.step)
+    for place in range(ROUNDS):
+        torch.manual_seed(10 * place + ranks.rank)
+        x, y = torch.randn(2, way.rows(place), WIDTH).unbind()
+        returned = step(model, optimizer, x, y)
+        yield [
+            value.clone() if isinstance(value, Tensor) else value
+            for value in tree_leaves([returned, left(model, optimizer)])
+        ]
+        way.between(model, optimizer, place)
+
+
+def equal(ranks: Ranks, found: Any, expected: Any, tolerance: float) -> list[str]:
+    """What differs, on any rank."""
+    wrong = []
+    for step, (mine, its) in enumerate(zip(found, expected, strict=True)):
+        for place, (one, other) in enumerate(zip(mine, its, strict=True)):
+            if isinstance(one, Tensor) and isinstance(other, Tensor):
+                close = (
+                    torch.allclose(one, other, rtol=tolerance, atol=tolerance)
+                    if tolerance
+                    else torch.equal(one, other)
+                )
+                if not (close and one.dtype == other.dtype and one.stride() == other.stride()):
+                    wrong.append(f"step {step}, value {place}: {one} is not {other}")
+            elif type(one) is not type(other) or one != other:
+                wrong.append(f"step {step}, value {place}: {one!r} is not {other!r}")
+    return [each for one in ranks.gather(wrong) for each in one]
+
+
+@pytest.mark.parametrize("fusion", ["concat", "coalesced"])
+@pytest.mark.parametrize("name", WAYS)
+def test_a_step_leaves_what_eager_leaves(ranks: Ranks, name: str, fusion: Any) -> None:
+    way = WAYS[name]
+    expected = [*trained(way, ranks, lambda step: step)]
+    made: list[Any] = []
+
+    def decorate(step: Any) -> Any:
+        made.append(ddpopt.train_step(step, backend="aot_eager", fusion=fusion))
+        return made[0]
+
+    found = [*trained(way, ranks, decorate)]
+    assert not equal(ranks, found, expected, way.tolerance)
+    assert len(made[0].graphs) == way.graphs
+
+
+c10d: Any = dist  # torch does not mark its re-exports
+
+
+def test_several_models_groups_dtypes_and_optimizers_may_be_closed_over(ranks: Ranks) -> None:
+    runs = []
+    ways: list[Any] = [lambda step: step, ddpopt.train_step(backend="aot_eager")]
+    for decorate in ways:
+        groups = [c10d.new_group([*range(ranks.size)]) for _ in range(2)]
+        nets = [Net(), Net().double()]
+        nets[0].layers[3] = nets[0].layers[1]  # tied
+        nets[0].layers[2].double()
+        models = [DDP(net, process_group=group) for net, group in zip(nets, groups, strict=True)]
+        optimizers = [optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in models]
+
+        @decorate  # type: ignore[untyped-decorator]  # one of them does nothing
+        def step(x: Tensor, models: Any = models, optimizers: Any = optimizers) -> Any:
+            losses = []
+            for model, optimizer in zip(models, optimizers, strict=True):
+                losses.append(model(x.double() if model is models[1] else x).square().mean())
+                losses[-1].backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return [loss.detach() for loss in losses]
+
+        torch.manual_seed(ranks.rank)
+        losses = [loss for _ in range(3) for loss in step(torch.randn(4, WIDTH))]
+        runs.append([*losses, *(each.detach() for model in models for each in model.parameters())])
+    assert all(ranks.gather([torch.equal(one, other) for one, other in zip(*runs, strict=True)])[0])
+
+
+def test_adam_is_bitwise_a_compiled_optimizer_after_eager_gradients(ranks: Ranks) -> None:
+    def compiled(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+        loss = loss_of(model, x, y)
+        loss.backward()
+        torch.compile(optimizer.step, backend="aot_eager")()  # type: ignore[no-untyped-call]  # torch types it not
+        optimizer.zero_grad()
+        return loss.detach()
+
+    for make in (adam(optim.Adam), adam(optim.AdamW)):
+        way = Way(optimizer=make, tolerance=0.0)
+        expected = [*trained(Way(compiled, make), ranks, lambda step: step)]
+        found = [*trained(way, ranks, ddpopt.train_step(backend="aot_eager"))]
+        mine, its = ([step[:9] for step in run] for run in (found, expected))  # loss and parameters
+        assert not equal(ranks, mine, its, 0.0)
+
+
+def test_collectives_are_the_plans_buckets_and_the_judge_agrees(ranks: Ranks) -> None:
+    model = DDP(Net(), bucket_cap_mb=CAP_MB)
+    optimizer = sgd()(model)
+    step = ddpopt.train_step(plain, backend="aot_eager")
+    with ddpopt.observe(model) as seen:
+        for _ in range(3):
+            step(model, optimizer, torch.ones(2, WIDTH), torch.ones(2, WIDTH))
+    (plan,) = step.plans
+    assert len(plan.buckets) > 2
+    assert [[bucket.params for bucket in one.buckets] for one in seen.iterations] == [
+        [bucket.params for bucket in plan.buckets]
+    ] * 3
+    assert [[each.bucket for each in one.collectives] for one in seen.iterations] == [
+        [*range(len(plan.buckets))]
+    ] * 3
+
+
+def test_each_bucket_leaves_before_the_next_layer_is_computed_in_inductors_code(ranks: Ranks) -> None:
+    net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    model = DDP(net, bucket_cap_mb=0.01)
+    step = ddpopt.train_step(plain)
+    x = torch.ones(8, 64)
+    _, codes = run_and_get_code(step, model, sgd()(model), x, x)
+    calls = re.findall(r"extern_kernels\.(mm)\(|_c10d_functional\.(all_reduce)_\.|(wait)_tensor\.", codes[-1])
+    order = ["".join(call) for call in calls]
+    assert order == [*(["mm", "all_reduce", "mm"] * 3), "mm", "all_reduce", *(["wait"] * 4)]
+
+
+def twice(model: Any, x: Tensor) -> None:
+    loss = model(x).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def branching(model: Any, x: Tensor) -> None:
+    loss = model(x).sum()
+    if loss > 0:
+        loss = 2 * loss
+    loss.backward()
+
+
+def differing(model: Any, x: Tensor) -> None:
+    with model.no_sync() if c10d.get_rank() else nullcontext():
+        model(x).sum().backward()
+
+
+def counting(model: Any, x: Tensor) -> None:
+    model(x).sum().backward()
+    torch.manual_seed(0)
+
+
+def updating(model: Any, x: Tensor, optimizer: Any) -> None:
+    model(x).sum().backward()
+    optimizer.step()
+
+
+OTHER = nn.Linear(2, 2)
+REFUSED: dict[str, tuple[Any, Any, str]] = {
+    "no DDP module": (lambda model, x: model(x).sum(), lambda model: model.module, "and it calls none"),
+    "twice": (twice, None, "two backward passes of one step reduce the gradient of 'layers.3.bias' of model"),
+    "branch": (branching, None, "in branching: `if loss > 0:`: it depends on values of a tensor"),
+    "ranks differ": (differing, None, "the ranks' steps do not average the same gradients"),
+    "generator": (counting, None, "in counting: `torch.manual_seed(0)`"),
+    "another model's optimizer": (updating, None, "optimizer (SGD) holds no parameter of model"),
+    "fused": (updating, None, "optimizer is AdamW(fused=True)"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_captured_is_said_and_leaves_everything_as_it_was(ranks: Ranks, name: str) -> None:
+    function, choose, words = REFUSED[name]
+    model = DDP(Net())
+    fused = optim.AdamW(model.parameters(), fused=True)
+    optimizers = {"another model's optimizer": optim.SGD(OTHER.parameters()), "fused": fused}
+    more = (optimizers[name],) if name in optimizers else ()
+    given, before = (
+        (model if choose is None else choose(model)),
+        [each.clone() for each in model.parameters()],
+    )
+    flags = torch.compiler._is_compiling_flag, torch.get_rng_state(), dict(vars(model))
+    step: Any = ddpopt.train_step(function, backend="aot_eager")
+    try:
+        step(given, torch.ones(2, WIDTH), *more)
+        said = ""
+    except DdpoptError as error:
+        said = str(error)
+    assert words in said
+    assert flags[0] == torch.compiler._is_compiling_flag
+    assert torch.equal(torch.get_rng_state(), flags[1])
+    assert dict(vars(model)) == flags[2]
+    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), before, strict=True))
+    assert all(type(each) is nn.Parameter for each in model.parameters())
+
+
+def test_a_fallback_runs_in_eager_around_a_compiled_model(
+    ranks: Ranks, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "ddpopt")
+    gradients = []
+    for decorate in (lambda step: step, ddpopt.train_step(backend="aot_eager", fallback="inline")):
+        torch._dynamo.reset()
+        model, step = DDP(Net(), bucket_cap_mb=CAP_MB), decorate(branching)
+        for _ in range(2):
+            step(model, torch.full((2, WIDTH), ranks.rank + 1.0))
+        gradients.append([each.grad for each in model.parameters() if each.grad is not None])
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+    assert sum("the step runs in eager around a compiled model" in each for each in caplog.messages) == 1
