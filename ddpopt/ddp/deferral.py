@@ -209,14 +209,13 @@ class Deferral:
         if self.work_handle is not None:
             ddp.reducer._set_forward_pass_work_handle(*self.work_handle)
         for index, parameter in enumerate(ddp.reducer.parameters):
-            if id(parameter) not in self._used:
-                continue
-            # Outside of a backward, the reducer's hook only marks the parameter as used, if it has a grad.
-            gradient = parameter.grad
-            if gradient is None:
-                parameter.grad = torch.zeros_like(parameter)
-            ddp.reducer._autograd_hook(index)
-            parameter.grad = gradient
+            if id(parameter) in self._used:
+                # outside of a backward, the reducer's hook only marks a parameter as used, if it has a grad
+                gradient = parameter.grad
+                if gradient is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                ddp.reducer._autograd_hook(index)
+                parameter.grad = gradient
 
 
 def _note(used: set[int], parameter: weakref.ReferenceType[Any], *_: Any) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from ddpopt.ddp.deferral import ended_deferral
 from ddpopt.ddp.fit import ddp_module, ddp_within, require_between_iterations, require_fit
 from ddpopt.ddp.plan_exchange import exchange_plans, plan_difference, same_buckets
-from ddpopt.ddp.reducer import PlannedReducer, install
+from ddpopt.ddp.reducer import install
 from ddpopt.errors import PlanMismatchError
 from ddpopt.planning.plan import Plan
 from ddpopt.planning.reduced import running_reducer
@@ -67,5 +67,4 @@ def imposed_plan(ddp: nn.Module) -> Plan | None:
     Returns:
         The plan; None if the module uses DDP's own buckets.
     """
-    reducer = running_reducer(ddp_within(ddp))
-    return reducer.plan if isinstance(reducer, PlannedReducer) else None
+    return getattr(running_reducer(ddp_within(ddp)), "plan", None)
