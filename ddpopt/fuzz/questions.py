@@ -13,7 +13,7 @@ from ddpopt.fuzz.signatures import FailureSignature
 TORCH = "torch"
 WHOLE = "whole"
 """The mode that compiles without any optimizer: its faults are the backend's own."""
-MODES = (TORCH, WHOLE, "ddpopt-split", "ddpopt-inline")
+MODES = (TORCH, WHOLE, "ddpopt-split", "ddpopt-inline", "ddpopt-step", "ddpopt-step-coalesced")
 """The modes of `ddpopt.judge.modes` that can be fuzzed."""
 STANDALONE = (TORCH, WHOLE)
 """Modes whose faults are torch's own."""

@@ -70,6 +70,6 @@ class Program:
             model=self.model,
             inputs=self.inputs,
             about=" ".join((self.module.__doc__ or "").partition("\n\n")[0].split()),
-            loss=self.loss,
+            loss=self.module.loss,
             ddp_kwargs=self.module.DDP_KWARGS,
         )
