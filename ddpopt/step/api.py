@@ -7,9 +7,12 @@ function would; or an error says why not, and nothing has changed.
 import functools
 import inspect
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from types import FunctionType, MethodType
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
@@ -21,12 +24,13 @@ from ddpopt.errors import DdpoptError, UnsupportedError, UsageError
 from ddpopt.graph.nodes import CompilerFn
 from ddpopt.planning.plan import Plan
 from ddpopt.planning.strategy import require_choice
-from ddpopt.step.collectives import Fusion, insert_collectives, note_running, plan_step
+from ddpopt.step.collectives import Fusion, digest, insert_collectives, note_running, plan_step
 from ddpopt.step.compiling import compile_step
-from ddpopt.step.failures import WHAT, compare, told
+from ddpopt.step.failures import WHAT, agree, told
 from ddpopt.step.fallback import Inline
 from ddpopt.step.graphs import Captured, capture
 from ddpopt.step.overrides import Override, Swap, Transform, passed, replacements, swapped
+from ddpopt.step.replicas import require_supported
 from ddpopt.step.tracing import Seen, traceable
 
 Fallback = Literal["inline"]
@@ -69,10 +73,11 @@ class TrainStep:
         self.graphs: list[Graph] = []
         self._function = function
         self._settings = settings
-        self._compiled: Any = torch.compile(function, fullgraph=True, backend=self._compile)
+        self._compiled: Any = torch.compile(_own_copy(function), fullgraph=True, backend=self._compile)
         self._seen = Seen()
-        self._agreed: set[Any] = set()
-        self._replaced: dict[DistributedDataParallel, Sequence[Swap]] = {}
+        self._compared = False
+        self._ddps: Sequence[weakref.ReferenceType[Any]] = ()
+        self._replaced: WeakKeyDictionary[DistributedDataParallel, Sequence[Swap]] = WeakKeyDictionary()
         self._swaps: Sequence[Swap] = ()
         self._inline: Inline | None = None
 
@@ -97,13 +102,19 @@ class TrainStep:
     def _run(self, args: Any, kwargs: Any) -> Any:
         name = getattr(self._function, "__qualname__", repr(self._function))
         self._swaps = self._replacements(args, kwargs) if self._settings.overrides else []
+        self._compared = False
+        ddps: list[Any] = []
         try:
-            with told(name), traceable(self._seen), swapped(self._swaps):
+            with told(name), traceable(self._seen, ddps), swapped(self._swaps):
                 return self._compiled(*args, **kwargs)
         except DdpoptError as error:
-            if not self._agreed:  # another rank may wait for this one's plan
-                compare([replica.group for replica in self._seen.replicas.values()], (), error)
+            if not self._compared:  # the other ranks wait for this one
+                agree(ddps or [each for ref in self._ddps if (each := ref())], 0, (), error)
             raise
+
+    def __get__(self, instance: object, owner: object = None) -> Any:
+        """A step that is a method."""
+        return self if instance is None else MethodType(self, instance)
 
     def _replacements(self, args: Any, kwargs: Any) -> list[Swap]:
         """The submodules to replace in the DDP modules that the function can read."""
@@ -120,7 +131,7 @@ class TrainStep:
         settings = self._settings
         # what watches the user's program must not see fake tensors
         with swapped(self._swaps), _disable_current_modes():
-            captured, plans = self._agree(gm, inputs)
+            captured, plans = self._planned(gm, inputs)
             insert_collectives(captured, plans, settings.fusion)
             whole = captured.gm
             if (transform := settings.transform) is not None:
@@ -131,15 +142,22 @@ class TrainStep:
         sizes = [len(plan.buckets) for plan in plans]
         logger.info("ddpopt: a train step of %d nodes, buckets: %s", len(whole.graph.nodes), sizes)
 
+        key, names = digest(whole, plans), [replica.name for replica in captured.replicas]
+        self._ddps = refs = [weakref.ref(replica.ddp) for replica in captured.replicas]
+
         def run(*inputs: Any) -> Any:
-            note_running(captured.replicas, plans)
+            ddps: list[Any] = [each() for each in refs]
+            for name, ddp in zip(names, ddps, strict=True):
+                require_supported(name, ddp)  # a hook may be new
+            self._compared = True
+            agree(ddps, key, plans)
+            note_running(ddps, plans)
             with torch.no_grad():
                 return compiled(*inputs)
 
         return run
 
-    def _agree(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[Captured, tuple[Plan, ...]]:
-        """Capture, and compare the collectives with those of the other ranks, unless they were compared."""
+    def _planned(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[Captured, tuple[Plan, ...]]:
         if not self._seen.replicas:
             raise UsageError(
                 f"{WHAT}: expected that the step calls a DistributedDataParallel module, and it calls none; "
@@ -148,12 +166,16 @@ class TrainStep:
         captured = capture(gm, inputs, self._seen)
         for override in self._settings.overrides:
             captured = _overridden(captured, inputs, override)
-        plans = plan_step(captured)
-        key = tuple(tuple(bucket.params for bucket in plan.buckets) for plan in plans)
-        if key not in self._agreed:
-            self._agreed.add(key)
-            compare([replica.group for replica in captured.replicas], plans, None)
-        return captured, plans
+        return captured, plan_step(captured)
+
+
+def _own_copy(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function with a code object of its own, by which Dynamo keeps and limits graphs."""
+    if not isinstance(function, FunctionType):
+        return function
+    found = FunctionType(function.__code__.replace(), function.__globals__, closure=function.__closure__)
+    found.__defaults__, found.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
+    return found
 
 
 def _overridden(captured: Captured, inputs: Sequence[Any], override: Override) -> Captured:

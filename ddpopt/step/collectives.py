@@ -7,6 +7,7 @@ fusion ``"concat"`` its gradients are copied into one buffer, which is scaled on
 Invariant: no gradient is left alone or sent twice; a bucket has one process group, dtype and device.
 """
 
+import hashlib
 import operator
 import weakref
 from collections.abc import Callable, Sequence
@@ -33,9 +34,17 @@ def running_plan(ddp: Any) -> Plan | None:
     return _running.get(ddp)
 
 
-def note_running(replicas: Sequence[Replica], plans: Sequence[Plan]) -> None:
+def note_running(ddps: Sequence[Any], plans: Sequence[Plan]) -> None:
     """Note that a step trains its DDP modules now."""
-    _running.update((each.ddp, plan) for each, plan in zip(replicas, plans, strict=True))
+    _running.update(zip(ddps, plans, strict=True))
+
+
+def digest(gm: fx.GraphModule, plans: Sequence[Plan]) -> int:
+    """A number that is equal for graphs with equal collectives; never 0."""
+    nodes = [node for node in gm.graph.nodes if str(node.target).startswith("_c10d_functional")]
+    sent = [(str(node.target), tuple(getattr(node.meta.get("val"), "shape", ()))) for node in nodes]
+    text = repr((sent, [[(each.params, each.nbytes) for each in plan.buckets] for plan in plans]))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big") + 1
 
 
 def plan_step(captured: Captured) -> tuple[Plan, ...]:

@@ -1,6 +1,6 @@
 """Errors of a capture, told with the user's line; and comparing steps between ranks.
 
-Invariant: of the ranks that agree for the first time, all capture the same collectives, or all raise.
+Invariant: before each step, all ranks have the same collectives, or all raise.
 """
 
 import contextlib
@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
 import ddpopt.errors
@@ -59,6 +60,12 @@ def _own(error: BaseException | None) -> DdpoptError | None:
 
 
 def _reason(error: Exception) -> str:
+    if isinstance(error, FailOnRecompileLimitHit):
+        return (
+            f"it needs more than {torch._dynamo.config.recompile_limit} graphs, because what it reads "
+            "changes; TORCH_LOGS=recompiles shows what. Make it a tensor, keep it the same, or make a "
+            "train_step for each model"
+        )
     if getattr(error, "gb_type", None) in DEPENDS:
         return (
             "it depends on values of a tensor, which are not known while the step is captured; return "
@@ -84,36 +91,41 @@ def _of_library(path: str) -> bool:
     return path.startswith(LIBRARIES) or path.startswith("<")
 
 
-def compare(groups: Sequence[Any], plans: Sequence[Plan], problem: Exception | None) -> None:
-    """Compare the plans of a step with those of the other ranks.
+def agree(ddps: Sequence[Any], key: int, plans: Sequence[Plan], problem: Exception | None = None) -> None:
+    """Compare this rank's step with those of the other ranks, before any of its collectives.
+
+    One small all-reduce for each process group; only if ranks differ do they exchange their plans.
 
     Args:
-        groups: the process group of each DDP module.
-        plans: the plan of each; of no meaning if there is a problem.
+        ddps: the DDP modules.
+        key: a digest of the step's collectives; 0 if there is a problem.
+        plans: the plan of each module; of no meaning if there is a problem.
         problem: why this rank has no plans.
 
     Raises:
-        PlanMismatchError: another rank has other plans, or failed.
+        PlanMismatchError: another rank has another step, or failed.
         InfrastructureError: another rank did not answer in time.
     """
-    for place, group in enumerate(groups):
-
-        def decide(place: int = place) -> Plan:
-            if problem is not None:
-                raise problem
-            return plans[place]
-
-        try:
-            found = exchange_plans(group, WHAT, decide, LONGEST_WAIT)
-        except DdpoptError:
-            if problem is None:
-                raise
-            continue  # the other groups must hear of it too
-        if not same_buckets(found):
-            raise PlanMismatchError(
-                f"{WHAT}: the ranks' steps do not average the same gradients:\n{plan_difference(found)}\n"
-                "All ranks must take the same branches. Where they cannot, use ddpopt.compile(model), or "
-                "fallback='inline'"
-            )
+    groups = {ddp.process_group.group_name: (ddp, place) for place, ddp in enumerate(ddps)}
+    for ddp, place in groups.values():
+        seen = torch.tensor([key, -key], device=ddp.device)
+        dist.all_reduce(seen, dist.ReduceOp.MAX, ddp.process_group)
+        if seen.tolist() != [key, -key]:
+            _raise_difference(ddp.process_group, plans[place] if plans else None, problem)
     if problem is not None:
         raise problem
+
+
+def _raise_difference(group: Any, plan: Plan | None, problem: Exception | None) -> None:
+    def decide() -> Plan | None:
+        if problem is not None:
+            raise problem
+        return plan
+
+    found = exchange_plans(group, WHAT, decide, LONGEST_WAIT)
+    same = "  the same buckets, but other collectives" if same_buckets(found) else plan_difference(found)
+    raise PlanMismatchError(
+        f"{WHAT}: the ranks' steps do not communicate alike:\n{same}\n"
+        "All ranks must take the same branches. Where they cannot, use ddpopt.compile(model), or "
+        "fallback='inline'"
+    )

@@ -16,6 +16,7 @@ from torch._guards import TracingContext
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ddpopt.errors import UsageError
+from ddpopt.graph.nodes import CHECKPOINT
 from ddpopt.step.replicas import AVERAGE, FOR_ALL, Averaged, Replica, require_all_used, slots_of
 from ddpopt.step.tracing import ACCUMULATED, READY, Seen
 
@@ -59,12 +60,22 @@ def capture(gm: fx.GraphModule, inputs: Sequence[Any], seen: Seen) -> Captured:
     return Captured(recorded, replicas, slots)
 
 
+class _Recorder(fx.Interpreter):
+    """Runs Dynamo's graph; what a checkpoint would compute again is kept, as everything in the graph is."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Run a call."""
+        if target is CHECKPOINT:
+            return args[0](*args[1:])
+        return super().call_function(target, args, kwargs)
+
+
 def _recorded(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
     placeholders = gm.graph.find_nodes(op="placeholder")
     fakes = [_fake(node.meta["example_value"], each) for node, each in zip(placeholders, inputs, strict=True)]
     torch.clear_autocast_cache()
     with _context().fake_mode, torch.autograd.set_multithreading_enabled(False), torch.enable_grad():
-        found: fx.GraphModule = make_fx(fx.Interpreter(gm).run)(*fakes)
+        found: fx.GraphModule = make_fx(_Recorder(gm).run)(*fakes)
     torch.clear_autocast_cache()
     for node, given in zip(found.graph.find_nodes(op="placeholder"), placeholders, strict=True):
         node._rename(given.name)
@@ -98,7 +109,8 @@ def _mark(graph: fx.Graph, inputs: Sequence[Any], known: Known) -> tuple[Average
     for begin, end in sorted(zip(begins, ends, strict=True), key=lambda pair: order[pair[0].args[1]]):
         parameter, gradient, modules = end.args
         averaged_by = known.get(id(real.get(_origin(parameter))), ())
-        found = [each for each in averaged_by if id(each.replica.ddp) in modules]
+        running = [each for each in averaged_by if id(each.replica.ddp) in modules]
+        found = [*{each.sent: each for each in running}.values()]  # once for each group
         for averaged in found:
             if averaged in slots:
                 raise UsageError(

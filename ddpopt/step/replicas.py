@@ -19,6 +19,7 @@ _library: Any = torch.library.Library("ddpopt", "FRAGMENT")  # type: ignore[no-u
 _library.define("average(Tensor gradient, int slot) -> Tensor")
 AVERAGE: Any = torch.ops.ddpopt.average.default
 """Marks a gradient that is averaged, until its bucket takes the mark's place."""
+INSTEAD = "use ddpopt.compile(model), or fallback='inline'"
 FOR_ALL = "Call DDP once and add the losses, or use no_sync() for all backwards of a step but the last"
 
 
@@ -42,10 +43,17 @@ class Replica:
 
 @dataclass(frozen=True)
 class Averaged:
-    """A parameter whose gradient a DDP module averages."""
+    """A parameter whose gradient a DDP module averages.
+
+    Attributes:
+        replica: the module.
+        spec: of the parameter.
+        sent: ``id`` of the parameter, and the group; modules may share both.
+    """
 
     replica: Replica
     spec: ParamSpec
+    sent: tuple[int, str]
 
 
 def source_name(source: Any) -> str:
@@ -54,25 +62,32 @@ def source_name(source: Any) -> str:
 
 
 def slots_of(replicas: Iterable[Replica]) -> Mapping[int, Sequence[Averaged]]:
-    """What modules average, by ``id`` of the parameter: once for each process group.
+    """What modules average, by ``id`` of the parameter.
 
     Raises:
         UnsupportedError: a module has an option that a step does not support.
+        UsageError: its parameters were replaced.
     """
     found: dict[int, list[Averaged]] = {}
     for replica in replicas:
-        _require_supported(replica)
-        parameters = dict(replica.ddp.module.named_parameters())
-        for spec in specs_from_ddp(replica.ddp):
-            own = found.setdefault(id(parameters[spec.name]), [])
-            # averaged by another module of the group already: twice would be the same
-            if all(each.replica.group.group_name != replica.group.group_name for each in own):
-                own.append(Averaged(replica, spec))
+        ddp: Any = replica.ddp
+        require_supported(replica.name, ddp)
+        parameters = dict(ddp.module.named_parameters())
+        if not {*map(id, ddp._module_parameters)} <= {*map(id, parameters.values())}:
+            raise UsageError(
+                f"train_step: parameters of {replica.name} were replaced after DDP was built, which DDP does "
+                "not notice; build it again, or assign to .data"
+            )
+        for spec in specs_from_ddp(ddp):
+            if spec.sparse:
+                raise UnsupportedError(f"train_step: {spec.name!r} has sparse gradients; {INSTEAD}")
+            key = id(parameters[spec.name])
+            found.setdefault(key, []).append(Averaged(replica, spec, (key, replica.group.group_name)))
     return found
 
 
-def _require_supported(replica: Replica) -> None:
-    ddp: Any = replica.ddp
+def require_supported(name: str, ddp: Any) -> None:
+    """Check that a module has no hooks and no options that a step does not know; raises UnsupportedError."""
     parameters: list[Any] = [*ddp.parameters()]
     problems = {
         "a communication hook": bool(ddp._get_ddp_logging_data().get("comm_hook")) or bool(ddp._comm_hooks),
@@ -80,7 +95,6 @@ def _require_supported(replica: Replica) -> None:
         "a buffer hook": hasattr(ddp, "buffer_hook"),
         "join()": ddp._join_config.enable,
         "delay_all_reduce_named_params": bool(ddp._delay_all_reduce_params),
-        "sparse gradients": any(spec.sparse for spec in specs_from_ddp(ddp)),
         "hooks on parameters": any(
             each._backward_hooks or getattr(each, "_post_accumulate_grad_hooks", None) for each in parameters
         ),
@@ -88,8 +102,8 @@ def _require_supported(replica: Replica) -> None:
     wrong = [what for what, there in problems.items() if there]
     if wrong:
         raise UnsupportedError(
-            f"train_step: {replica.name} uses {' and '.join(wrong)}, which a step in one graph does not "
-            "support; use ddpopt.compile(model), or fallback='inline'"
+            f"train_step: {name} uses {' and '.join(wrong)}, which a step in one graph does not support; "
+            f"{INSTEAD}"
         )
 
 
@@ -116,11 +130,12 @@ def require_all_used(expected: Iterable[Averaged], got: Sequence[Averaged]) -> N
         UsageError: a parameter got no gradient; DDP itself would fail in the next step.
     """
     missing: dict[Replica, list[str]] = {}
+    sent = {each.sent for each in got}
     for each in expected:
         ddp = each.replica.ddp
         optional = ddp.find_unused_parameters or ddp.static_graph
         ran = any(other.replica is each.replica for other in got)
-        if ran and each not in got and not optional:
+        if ran and each.sent not in sent and not optional:
             missing.setdefault(each.replica, []).append(each.spec.name)
     for replica, names in missing.items():
         raise UsageError(

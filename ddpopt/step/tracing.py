@@ -84,13 +84,13 @@ class Seen:
 
 
 @contextlib.contextmanager
-def traceable(seen: Seen) -> Iterator[None]:
+def traceable(seen: Seen, ddps: list[Any]) -> Iterator[None]:
     """In this block Dynamo can trace a whole step.
 
     Args:
-        seen: what Dynamo meets is added to it.
+        seen: what Dynamo meets is added to it, and forgotten at the end.
+        ddps: the DDP modules that it met are added.
     """
-    seen.forget()
     forward, accumulate = seen.traced
     with ExitStack() as stack:
         stack.callback(_unname_constants)
@@ -107,7 +107,11 @@ def traceable(seen: Seen) -> Iterator[None]:
             (TensorVariable, "method_attr_grad", _own_none),
         ):
             stack.enter_context(patch.object(holder, name, value))
-        yield
+        try:
+            yield
+        finally:
+            ddps += [replica.ddp for replica in seen.replicas.values()]
+            seen.forget()
 
 
 def _settings() -> dict[str, Any]:
@@ -116,6 +120,7 @@ def _settings() -> dict[str, Any]:
         "trace_autograd_ops": True,
         "recompile_limit": MOST,
         "suppress_errors": False,
+        "skip_nnmodule_hook_guards": False,
         "skip_fwd_side_effects_in_bwd_under_checkpoint": True,  # DDP's forward has some
         "ignore_logging_functions": torch._dynamo.config.ignore_logging_functions | {*written},
     }
@@ -220,4 +225,5 @@ def _optimizer(seen: Seen, value: Optimizer, options: Any) -> _Traced:
             f"train_step: {name} is {kind}(fused=True), whose update is one opaque kernel; build it with "
             "foreach=True, or without fused: the graph fuses its operations"
         )
-    return _Traced(value, **options)
+    # not an OptimizerSource, for which Dynamo does not guard that a parameter is also the model's
+    return _Traced(value, **{**options, "source": options["source"].base})

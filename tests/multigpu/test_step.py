@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import re
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -19,7 +21,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.utils._pytree import tree_leaves
 
 import ddpopt
-from ddpopt.errors import DdpoptError
+from ddpopt.errors import DdpoptError, PlanMismatchError, UsageError
 from ddpopt.ranks.group import Ranks
 
 WIDTH, ROUNDS, CAP_MB = 12, 5, 6e-4
@@ -127,7 +129,7 @@ def two_losses(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
 
 def checkpointed(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
     run = torch.utils.checkpoint.checkpoint
-    loss: Any = nn.functional.mse_loss(run(model, x, use_reentrant=False, preserve_rng_state=False), y)
+    loss: Any = nn.functional.mse_loss(run(model, x, use_reentrant=False), y)
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -167,6 +169,17 @@ def evaluate(model: Any, _: Any, step: int) -> None:
         model.train()
 
 
+def regroup(_: Any, optimizer: Any, step: int) -> None:
+    if step == 2:
+        first, second = optimizer.param_groups
+        first["params"], second["params"] = second["params"], first["params"]
+
+
+def hook(model: Any, _: Any, step: int) -> None:
+    if step == 2:
+        model.module.layers[1].register_forward_hook(lambda _, __, output: output * 2)
+
+
 def adam(kind: Any, **options: Any) -> Make:
     return lambda model: kind(model.parameters(), **{"lr": 0.01, **options})
 
@@ -198,7 +211,9 @@ WAYS = {
     "learning rate": Way(optimizer=sgd(), between=halve, graphs=1),
     "reloaded": Way(between=reload),
     "batch size": Way(optimizer=sgd(), rows=lambda step: (6, 6, 5, 4, 7)[step], graphs=2),
-    "checkpoint": Way(checkpointed),
+    "checkpoint": Way(checkpointed, model={"drop": 0.3}),
+    "regrouped": Way(optimizer=two_groups, between=regroup, graphs=3),
+    "forward hook later": Way(between=hook, graphs=3),
 }
 
 
@@ -289,6 +304,71 @@ def test_several_models_groups_dtypes_and_optimizers_may_be_closed_over(ranks: R
     assert all(ranks.gather([torch.equal(one, other) for one, other in zip(*runs, strict=True)])[0])
 
 
+def test_modules_may_share_parameters_and_a_step_may_be_a_method(ranks: Ranks) -> None:
+    class Trainer:
+        def __init__(self) -> None:
+            torch.manual_seed(0)
+            trunk, heads = nn.Linear(WIDTH, WIDTH), [nn.Linear(WIDTH, 1) for _ in range(2)]
+            self.models = [DDP(nn.Sequential(trunk, head)) for head in heads]
+            self.optimizer = optim.SGD([*self.models[0].parameters(), *heads[1].parameters()], lr=0.1)
+
+        def step(self, x: Tensor) -> Any:
+            teacher, student = self.models
+            with teacher.no_sync():
+                wanted = teacher(x)
+            loss = (student(x) - wanted.detach()).square().mean()
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            return loss.detach()
+
+    class Whole(Trainer):
+        step = ddpopt.train_step(Trainer.step, backend="aot_eager")
+
+    runs = []
+    for trainer in (Trainer(), Whole()):
+        torch.manual_seed(ranks.rank)
+        losses = [trainer.step(torch.randn(4, WIDTH)) for _ in range(3)]
+        runs.append([*losses, *(each.detach() for model in trainer.models for each in model.parameters())])
+    alive = weakref.ref(trainer.models[0])
+    del trainer
+    assert all(ranks.gather([torch.equal(one, other) for one, other in zip(*runs, strict=True)])[0])
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_parameter_that_is_replaced_between_steps_is_an_error(ranks: Ranks) -> None:
+    model = DDP(Net())
+    optimizer, step = sgd()(model), ddpopt.train_step(plain, backend="aot_eager")
+    x = torch.ones(2, WIDTH)
+    step(model, optimizer, x, x)
+    weight = model.module.layers[1].weight.clone()
+    model.module.layers[1].load_state_dict({"weight": weight}, strict=False, assign=True)
+    for _ in range(2):
+        with pytest.raises(UsageError, match="were replaced after DDP was built"):
+            step(model, optimizer, x, x)
+
+
+def test_ranks_that_differ_in_a_later_step_all_raise_and_may_go_on(ranks: Ranks) -> None:
+    if ranks.size == 1:
+        pytest.skip("ranks cannot differ")
+    models = [DDP(nn.Linear(width, 1)) for width in (WIDTH, 1)]
+
+    @ddpopt.train_step(backend="aot_eager")  # type: ignore[untyped-decorator]  # any function
+    def step(x: Tensor, narrow: bool) -> None:
+        (models[1](x[:, :1]) if narrow else models[0](x)).sum().backward()
+
+    x = torch.ones(2, WIDTH)
+    for narrow in (False, True):
+        step(x, narrow)
+    for _ in range(2):
+        with pytest.raises(PlanMismatchError, match="do not communicate alike"):
+            step(x, ranks.rank == 0)
+    step(x * ranks.rank, False)
+    gradients = ranks.gather(models[0].module.weight.grad)
+    assert all(torch.equal(each, gradients[0]) for each in gradients)
+
+
 def test_adam_is_bitwise_a_compiled_optimizer_after_eager_gradients(ranks: Ranks) -> None:
     def compiled(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
         loss = loss_of(model, x, y)
@@ -366,7 +446,7 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
     "no DDP module": (lambda model, x: model(x).sum(), lambda model: model.module, "and it calls none"),
     "twice": (twice, None, "two backward passes of one step reduce the gradient of 'layers.3.bias' of model"),
     "branch": (branching, None, "in branching: `if loss > 0:`: it depends on values of a tensor"),
-    "ranks differ": (differing, None, "the ranks' steps do not average the same gradients"),
+    "ranks differ": (differing, None, "the ranks' steps do not communicate alike"),
     "generator": (counting, None, "in counting: `torch.manual_seed(0)`"),
     "another model's optimizer": (updating, None, "optimizer (SGD) holds no parameter of model"),
     "fused": (updating, None, "optimizer is AdamW(fused=True)"),
