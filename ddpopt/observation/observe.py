@@ -96,15 +96,6 @@ class _Backward:
     tasks: list[int] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class _Snapshot:
-    """The buckets of one reducer at a point in time."""
-
-    reducer: "weakref.ReferenceType[Any]"
-    rebuilds: int
-    buckets: tuple[ObservedBucket, ...]
-
-
 class Observation:
     """The recorded events; made by :func:`observe`."""
 
@@ -117,7 +108,7 @@ class Observation:
         self._backwards: list[_Backward] = []
         self._open: _Backward | None = None
         self._rebuilds = 0
-        self._snapshots: list[_Snapshot] = []
+        self._seen: list[tuple[weakref.ReferenceType[Any], int, tuple[ObservedBucket, ...]]] = []
         self._hooked = False
         self._active = False
         self._parameter_count = len(specs_from_ddp(ddp))
@@ -225,19 +216,18 @@ class Observation:
             return
         self._hooked = bool(self._ddp._get_ddp_logging_data().get("comm_hook"))
         reducer = _identity(running_reducer(self._ddp))
-        if not any(s.reducer is reducer and s.rebuilds == self._rebuilds for s in self._snapshots):
-            self._snapshots.append(_Snapshot(reducer, self._rebuilds, running_buckets(self._ddp)))
+        if not any(of is reducer and rebuilds == self._rebuilds for of, rebuilds, _ in self._seen):
+            self._seen.append((reducer, self._rebuilds, running_buckets(self._ddp)))
 
     def _buckets_of(self, backward: _Backward) -> tuple[ObservedBucket, ...] | None:
         """The buckets at the time of a backward; None if no longer known."""
         if backward.plan is not None:
             return buckets_of(backward.plan)
         # An object has a single plain weakref: comparing these tells apart even reducers that are gone.
-        snapshots = [snapshot for snapshot in self._snapshots if snapshot.reducer is backward.reducer]
-        before = [snapshot for snapshot in snapshots if snapshot.rebuilds <= backward.rebuilds][-1:]
-        after = [snapshot for snapshot in snapshots if snapshot.rebuilds >= backward.rebuilds][:1]
-        known = bool(before and after) and before[0].buckets == after[0].buckets
-        return before[0].buckets if known else None
+        own = {rebuilds: seen for of, rebuilds, seen in self._seen if of is backward.reducer}
+        before = [seen for rebuilds, seen in own.items() if rebuilds <= backward.rebuilds][-1:]
+        after = [seen for rebuilds, seen in own.items() if rebuilds >= backward.rebuilds][:1]
+        return before[0] if before and before == after else None
 
     def _carried(self, backward: _Backward) -> dict[int, int]:
         """Match launches with buckets, which are sent in order, each in one all-reduce of its size."""
