@@ -16,9 +16,8 @@ from torch import nn
 import ddpopt
 from ddpopt.planning.bucket_rule import ParamSpec
 from ddpopt.tuning import pictures, scale
-from ddpopt.tuning.records import Gradient, Link, Profile
+from ddpopt.tuning.records import Gradient, Link, Profile, conditions
 from ddpopt.tuning.simulate import simulate
-from ddpopt.tuning.stored import conditions
 from ddpopt.tuning.tune import tune
 
 GIGABIT = Link(0.001, 8.4e-9, 2.9e-9, 1.03, 0.05, "gloo", 2, {"device": "1 Gbit/s, assumed"})

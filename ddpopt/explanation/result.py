@@ -14,9 +14,8 @@ from ddpopt.planning.bucket_rule import ParamSpec
 from ddpopt.planning.limits import BucketConfig
 from ddpopt.planning.plan import Plan, SentTogether
 from ddpopt.tuning.pictures import text
-from ddpopt.tuning.records import Link, Profile
+from ddpopt.tuning.records import Link, Profile, read
 from ddpopt.tuning.simulate import Timeline, simulate
-from ddpopt.tuning.stored import read
 
 FORMAT = 1
 TORCH = "torch's DDPOptimizer"

@@ -119,7 +119,7 @@ def _evidence(reference: Reference, mode: Mode, backend: Any, record: Record) ->
         eager=reference.eager,
         peers=bench.peers(record),
         eager_peers=reference.eager_peers,
-        alone=reference.graphs if backend is not None and mode.observable and not mode.whole_step else None,
+        alone=reference.graphs if backend is not None and mode.observable else None,
         ranks_differ=subject.case.ranks_differ or subject.option.more_graphs,
     )
 

@@ -42,7 +42,6 @@ class Mode:
         captures_backward: whether compiled autograd must capture its backward.
         observable: whether its collectives are those of DDP's C++ reducer.
         optimize_ddp: Dynamo's setting of that name while the mode runs.
-        whole_step: whether a step is one graph, which depends on more than the model.
     """
 
     name: str
@@ -54,7 +53,6 @@ class Mode:
     is_sharded: bool = False
     observable: bool = False
     optimize_ddp: bool | str = False
-    whole_step: bool = False
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -105,32 +103,21 @@ def python_reducer(setup: Setup) -> Parallel:
     return parallel
 
 
-def ddpopt_with(strategy: Strategy) -> Wrap:
-    """``ddpopt.compile`` with a strategy."""
+def ddpopt_with(strategy: Strategy | None, fusion: Literal["concat", "coalesced"] = "concat") -> Wrap:
+    """``ddpopt.compile`` with a strategy, or ``ddpopt.train_step`` with a fusion; eager without a backend."""
 
     def wrap(setup: Setup) -> Parallel:
-        from ddpopt.dynamo.api import compile as ddpopt_compile  # a heavy import that other modes do not need
+        # heavy imports that other modes do not need
+        from ddpopt.dynamo.api import compile as ddpopt_compile
+        from ddpopt.step.api import train_step
 
         parallel = compiled_ddp(replace(setup, backend=None))
         ddp: Any = parallel.ddp
-        if setup.backend is not None:
+        parallel.planned = setup.backend is not None
+        if setup.backend is not None and strategy is not None:
             parallel.call = ddpopt_compile(ddp, backend=setup.backend, strategy=strategy)
-            parallel.planned = True
-        return parallel
-
-    return wrap
-
-
-def step_with(fusion: Literal["concat", "coalesced"]) -> Wrap:
-    """``ddpopt.train_step`` with a fusion; without a backend, eager DDP."""
-
-    def wrap(setup: Setup) -> Parallel:
-        from ddpopt.step.api import train_step  # a heavy import that other modes do not need
-
-        parallel = compiled_ddp(replace(setup, backend=None))
-        if setup.backend is not None:
+        elif setup.backend is not None:
             parallel.whole = train_step(backend=setup.backend, fusion=fusion)
-            parallel.planned = True
         return parallel
 
     return wrap
@@ -154,21 +141,13 @@ MODES: tuple[Mode, ...] = (
         "ddpopt-split", "ddpopt: one segment for each bucket", "module", ddpopt_with("split"), observable=True
     ),
     Mode("ddpopt-inline", "ddpopt: one graph", "module", ddpopt_with("auto"), observable=True),
-    Mode(
-        "ddpopt-step",
-        "ddpopt: a step in one graph",
-        "module",
-        step_with("concat"),
-        observable=True,
-        whole_step=True,
-    ),
+    Mode("ddpopt-step", "ddpopt: a step in one graph", "module", ddpopt_with(None), observable=True),
     Mode(
         "ddpopt-step-coalesced",
         "ddpopt: the same, without a buffer for each bucket",
         "module",
-        step_with("coalesced"),
+        ddpopt_with(None, "coalesced"),
         observable=True,
-        whole_step=True,
     ),
     Mode("fully_shard", "FSDP2", "nothing", sharded.fully_sharded, is_sharded=True),
     Mode("replicate", "replicate()", "arguments", sharded.replicated),

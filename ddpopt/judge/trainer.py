@@ -78,7 +78,6 @@ class Trainer:
         self.place = place
         self.make = make
         self.parallel = make()
-        self._whole: Callable[[], None] | None = None
         self.other: Parallel | None = None
         self.sight = Sight((case.inputs, case.loss), self.parallel.model)
         self.step = 0
@@ -115,15 +114,6 @@ class Trainer:
         source = self.place.rank + part * self.place.size
         torch.manual_seed(step_seed(source, self.step))
         return on_device(self.case.inputs(source, self.step), self.place.device)
-
-    def take(self, take_step: Callable[[Trainer], None]) -> None:
-        """Take an option's step in the way of the mode."""
-        if self.parallel.whole is None:
-            take_step(self)
-            return
-        if self._whole is None:
-            self._whole = whole_step(self, take_step, self.parallel.whole)
-        self._whole()
 
     def backward(self, loss: Tensor) -> None:
         """Run a backward in the way of the mode."""
@@ -234,11 +224,15 @@ def train(course: Course, mode: Mode, place: Place) -> Record:
         trainer.record.ignored = frozenset(getattr(trainer.ddp, "parameters_to_ignore", ()))
         course.option.configure(trainer)
         course.tamper(trainer)
+        whole = trainer.parallel.whole
+        take: Callable[[], None] = functools.partial(course.option.take_step, trainer)
+        if whole is not None:
+            take = whole_step(trainer, course.option.take_step, whole)
         with _watched(trainer, mode), course.option.around(trainer):
             for trainer.step in range(course.option.steps(place, course.steps)):
                 if course.follow is not None:
                     trainer.parallel.load(course.follow[trainer.step])
-                _one_step(trainer, course.option)
+                _one_step(trainer, course.option, take)
         if course.option.probes and trainer.ddp is not None:
             _probe(trainer, course.option)
         if course.evaluate:
@@ -278,12 +272,12 @@ def _watched(trainer: Trainer, mode: Mode) -> Iterator[None]:
         record.plan = running_plan(ddp) if trainer.parallel.whole is not None else imposed_plan(ddp)
 
 
-def _one_step(trainer: Trainer, option: Option) -> None:
+def _one_step(trainer: Trainer, option: Option, take: Callable[[], None]) -> None:
     trainer.extras = {}
     trainer.parallel.model.zero_grad(set_to_none=not option.keeps_gradients)
     option.before_step(trainer)
     trainer.sight.before_step(keep=option.keeps_gradients)
-    trainer.take(option.take_step)
+    take()
     random = random_state(trainer.place.device)
     trainer.extras |= trainer.sight.after_step() | trainer.sight.settings(trainer.place.device)
     sharing, written = (None, ()) if trainer.ddp is None else trainer.sight.memory()

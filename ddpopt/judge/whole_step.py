@@ -15,11 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._pytree import tree_map
 
 from ddpopt.errors import UnsupportedError
 
 Step = Callable[[Any], None]
+WHOLE = "step/"
+"""What the ids of graphs of whole steps begin with."""
 
 
 class _Scout:
@@ -75,8 +77,9 @@ def whole_step(trainer: Any, take_step: Step, decorate: Callable[[Any], Any]) ->
     def step(ddp: Any, batches: Mapping[int, Any]) -> Any:
         captured = _Captured(case, ddp, batches, place)
         take_step(captured)
-        forms = tree_map(_form, captured.outputs)
-        return tree_map_only(Tensor, _detached, captured.outputs), forms, captured.last
+        computed = tree_map(_is_computed, captured.outputs)
+        outputs = tree_map(lambda each: each.detach() if _is_computed(each) else each, captured.outputs)
+        return outputs, computed, captured.last
 
     run: Any = decorate(step)
 
@@ -89,12 +92,12 @@ def whole_step(trainer: Any, take_step: Step, decorate: Callable[[Any], Any]) ->
         if len(scout.parts) > 1 and any(_draws(trainer.parallel.model)):
             raise UnsupportedError("random numbers are seeded between the parts of a step")
         batches = {part: trainer.inputs(part) for part in scout.parts}
-        outputs, forms, trainer.last_loss = run(trainer.ddp, batches)
-        known = sum(each.startswith("step/") for each in trainer.compilations.graphs)
-        trainer.compilations.graphs.extend(f"step/{place}" for place in range(known, len(run.graphs)))
-        for part, output, form in zip(scout.parts, outputs, forms, strict=True):
+        outputs, computed, trainer.last_loss = run(trainer.ddp, batches)
+        known = sum(each.startswith(WHOLE) for each in trainer.compilations.graphs)
+        trainer.compilations.graphs.extend(f"{WHOLE}{place}" for place in range(known, len(run.graphs)))
+        for part, output, of_graph in zip(scout.parts, outputs, computed, strict=True):
             trainer.sight.calls(*batches[part])
-            trainer.extras |= trainer.sight.returns(tree_map(_attached, output, form))
+            trainer.extras |= trainer.sight.returns(tree_map(_attached, output, of_graph))
 
     return take
 
@@ -104,16 +107,10 @@ def _draws(model: torch.nn.Module) -> Iterator[bool]:
     return (bool(getattr(module, "p", 0)) and module.training for module in model.modules())
 
 
-def _detached(value: Tensor) -> Tensor:
-    return value.detach() if value.requires_grad and not value.is_leaf else value
+def _is_computed(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad and not value.is_leaf
 
 
-def _form(value: Any) -> Any:
-    return (value.requires_grad, value.is_leaf) if isinstance(value, Tensor) else None
-
-
-def _attached(value: Any, form: Any) -> Any:
+def _attached(value: Any, is_computed: bool) -> Any:
     """An output with the autograd state that it had while it was captured."""
-    if isinstance(value, Tensor) and form == (True, False):
-        return value.detach().requires_grad_().view_as(value)
-    return value
+    return value.detach().requires_grad_().view_as(value) if is_computed else value

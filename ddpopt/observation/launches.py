@@ -6,13 +6,14 @@ C++ launches from inside backward, as well as those that Python or compiled code
 Invariant: the mode passes every operator on unchanged. Dynamo compiles as it does without the mode.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ddpopt.ddp.engine import NO_TASK, task_id
 from ddpopt.inline.handover import hand_over
@@ -95,7 +96,8 @@ class LaunchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torc
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         if op in NOT_COLLECTIVES or not _group_name(given):
             return
-        sent = [tensor for name in SENT for tensor in _tensors(given.get(name))]
+        values = tree_leaves([given.get(name) for name in SENT])
+        sent = [value for value in values if isinstance(value, Tensor)]
         self._on_launch(
             Launch(
                 op=op,
@@ -114,11 +116,3 @@ def _group_name(arguments: Mapping[str, Any]) -> str:
     boxed = arguments.get("process_group")
     # Private: operators carry groups as TorchScript objects.
     return "" if boxed is None else str(torch._C._distributed_c10d.ProcessGroup.unbox(boxed).group_name)
-
-
-def _tensors(value: object) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for entry in value:
-            yield from _tensors(entry)

@@ -8,7 +8,6 @@ Invariant: the block runs as it would without observation, and afterwards everyt
 """
 
 import weakref
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +25,7 @@ from ddpopt.planning.reduced import running_reducer
 from ddpopt.step.collectives import running_plan
 
 STEP_OPS = ("all_reduce", "all_reduce_coalesced")
-"""The functional collectives with which a step in one graph sends its buckets."""
+"""The functional collectives with which a step in one graph sends its buckets; the reducer's is another."""
 
 
 @dataclass(frozen=True)
@@ -88,21 +87,13 @@ def observe(ddp: nn.Module) -> "Observation":
 
 @dataclass
 class _Backward:
-    """One backward so far: its launches, and the reducer that it used."""
+    """One backward so far: its launches, and the reducer that it used, or the plan of a step in one graph."""
 
     reducer: "weakref.ReferenceType[Any]"
     rebuilds: int
+    plan: Plan | None
     launches: list[int] = field(default_factory=list)
     tasks: list[int] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class _Snapshot:
-    """The buckets of one reducer at a point in time."""
-
-    reducer: "weakref.ReferenceType[Any]"
-    rebuilds: int
-    buckets: tuple[ObservedBucket, ...]
 
 
 class Observation:
@@ -115,10 +106,9 @@ class Observation:
         self._launches: list[Launch] = []
         self._elsewhere: list[Launch] = []
         self._backwards: list[_Backward] = []
-        self._steps: list[tuple[Plan, list[int]]] = []
         self._open: _Backward | None = None
         self._rebuilds = 0
-        self._snapshots: list[_Snapshot] = []
+        self._seen: list[tuple[weakref.ReferenceType[Any], int, tuple[ObservedBucket, ...]]] = []
         self._hooked = False
         self._active = False
         self._parameter_count = len(specs_from_ddp(ddp))
@@ -151,13 +141,9 @@ class Observation:
         """One entry for each backward that was synchronized, in order; a step in one graph is one, too."""
         self._refresh()
         collectives = self.collectives
-        found = [(buckets_of(plan), launches) for plan, launches in self._steps]
-        for backward in self._backwards:
-            snapshot = self._snapshot_of(backward)
-            found.append((snapshot.buckets if snapshot else (), backward.launches))
         return tuple(
-            Iteration(buckets, tuple(collectives[index] for index in launches))
-            for buckets, launches in sorted(found, key=lambda each: each[1])
+            Iteration(self._buckets_of(each) or (), tuple(collectives[index] for index in each.launches))
+            for each in self._backwards
         )
 
     @property
@@ -167,8 +153,6 @@ class Observation:
         carried: dict[int, int] = {}
         for backward in self._backwards:
             carried.update(self._carried(backward))
-        for plan, launches in self._steps:
-            carried.update(_matched(launches, buckets_of(plan), self._fits_step))
         return tuple(
             Collective(launch.op, launch.nbytes, launch.dtype, carried.get(index))
             for index, launch in enumerate(self._launches)
@@ -193,13 +177,9 @@ class Observation:
         if launch.group != str(self._ddp.process_group.group_name):
             self._elsewhere.append(launch)
             return
-        if launch.op in STEP_OPS and not launch.in_backward and (plan := running_plan(self._ddp)):
-            if not self._steps or len(self._steps[-1][1]) >= len(self._steps[-1][0].buckets):
-                self._steps.append((plan, []))
-            self._steps[-1][1].append(len(self._launches))
-        elif launch.in_backward:
-            backward = self._current_backward()
-            backward.launches.append(len(self._launches))
+        plan = running_plan(self._ddp) if launch.op in STEP_OPS and not launch.in_backward else None
+        if plan or launch.in_backward:
+            self._current_backward(plan).launches.append(len(self._launches))
         elif (launch.op, launch.dtype, launch.numel) == ("broadcast", "int32", self._parameter_count + 1):
             # Rank 0's ready order, which the reducer sends before it rebuilds its buckets: parameter indices
             # and a count. A similar broadcast by the user is harmless: the buckets are then the same before
@@ -207,23 +187,25 @@ class Observation:
             self._rebuilds += 1
         self._launches.append(launch)
 
-    def _current_backward(self) -> _Backward:
+    def _current_backward(self, plan: Plan | None) -> _Backward:
         # A reentrant backward (checkpointing) runs inside another one with its own task number. No operator
         # outside of backward runs between the two, but at least one does between two iterations.
         task = task_id()
         current = self._open
         if current is None or (task not in current.tasks and self._is_complete(current)):
-            current = self._open = _Backward(_identity(running_reducer(self._ddp)), self._rebuilds)
+            current = self._open = _Backward(_identity(running_reducer(self._ddp)), self._rebuilds, plan)
             self._backwards.append(current)
-        current.tasks.append(task)
+        if plan is None:
+            current.tasks.append(task)
         return current
 
     def _close(self) -> None:
-        self._open = None
+        # a step in one graph computes between its collectives
+        self._open = self._open if self._open and self._open.plan else None
 
     def _is_complete(self, backward: _Backward) -> bool:
-        snapshot = self._snapshot_of(backward)
-        return snapshot is not None and len(self._carried(backward)) == len(snapshot.buckets)
+        buckets = self._buckets_of(backward)
+        return buckets is not None and len(self._carried(backward)) == len(buckets)
 
     # ---------------------------------------------------------------------------------------------- analysis
 
@@ -234,46 +216,28 @@ class Observation:
             return
         self._hooked = bool(self._ddp._get_ddp_logging_data().get("comm_hook"))
         reducer = _identity(running_reducer(self._ddp))
-        if not any(s.reducer is reducer and s.rebuilds == self._rebuilds for s in self._snapshots):
-            self._snapshots.append(_Snapshot(reducer, self._rebuilds, running_buckets(self._ddp)))
+        if not any(of is reducer and rebuilds == self._rebuilds for of, rebuilds, _ in self._seen):
+            self._seen.append((reducer, self._rebuilds, running_buckets(self._ddp)))
 
-    def _snapshot_of(self, backward: _Backward) -> _Snapshot | None:
+    def _buckets_of(self, backward: _Backward) -> tuple[ObservedBucket, ...] | None:
+        """The buckets at the time of a backward; None if no longer known."""
+        if backward.plan is not None:
+            return buckets_of(backward.plan)
         # An object has a single plain weakref: comparing these tells apart even reducers that are gone.
-        snapshots = [snapshot for snapshot in self._snapshots if snapshot.reducer is backward.reducer]
-        before = [snapshot for snapshot in snapshots if snapshot.rebuilds <= backward.rebuilds][-1:]
-        after = [snapshot for snapshot in snapshots if snapshot.rebuilds >= backward.rebuilds][:1]
-        known = bool(before and after) and before[0].buckets == after[0].buckets
-        return before[0] if known else None
+        own = {rebuilds: seen for of, rebuilds, seen in self._seen if of is backward.reducer}
+        before = [seen for rebuilds, seen in own.items() if rebuilds <= backward.rebuilds][-1:]
+        after = [seen for rebuilds, seen in own.items() if rebuilds >= backward.rebuilds][:1]
+        return before[0] if before and before == after else None
 
     def _carried(self, backward: _Backward) -> dict[int, int]:
         """Match launches with buckets, which are sent in order, each in one all-reduce of its size."""
-        snapshot = self._snapshot_of(backward)
-        if snapshot is None:
-            return {}
-        return _matched(
-            backward.launches,
-            snapshot.buckets,
-            lambda index, bucket: _fits(self._launches[index], bucket, self._hooked),
-        )
-
-    def _fits_step(self, index: int, bucket: ObservedBucket) -> bool:
-        launch = self._launches[index]
-        return (launch.nbytes, launch.dtype) == (bucket.nbytes, bucket.dtype)
-
-
-def _matched(
-    launches: Sequence[int], buckets: Sequence[ObservedBucket], fits: Callable[[int, ObservedBucket], bool]
-) -> dict[int, int]:
-    """The bucket of each launch: the next one that it fits."""
-    carried: dict[int, int] = {}
-    place = 0
-    for index in launches:
-        for bucket in buckets[place:]:
-            if fits(index, bucket):
-                carried[index] = bucket.index
-                place = bucket.index + 1
-                break
-    return carried
+        buckets, place, carried = self._buckets_of(backward) or (), 0, dict[int, int]()
+        for index in backward.launches:
+            for bucket in buckets[place:]:
+                if _fits(self._launches[index], bucket, self._hooked):
+                    carried[index], place = bucket.index, bucket.index + 1
+                    break
+        return carried
 
 
 def _identity(reducer: Any) -> "weakref.ReferenceType[Any]":
@@ -290,5 +254,5 @@ def _fits(launch: Launch, bucket: ObservedBucket, hooked: bool) -> bool:
         return launch.op == "allreduce" or hooked
     # A hook may send the bucket's elements in another dtype.
     return launch.numel == bucket.numel and (
-        hooked or (launch.op, launch.dtype) == ("allreduce", bucket.dtype)
+        hooked or (launch.op in ("allreduce", *STEP_OPS) and launch.dtype == bucket.dtype)
     )

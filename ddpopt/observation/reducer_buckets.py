@@ -18,13 +18,12 @@ from ddpopt.planning.reduced import bucket_members, running_reducer
 
 @dataclass(frozen=True)
 class ObservedBucket(SentTogether):
-    """A bucket as the running reducer has it.
+    """A bucket as the running reducer has it."""
 
-    Attributes:
-        numel: total number of elements of `params`.
-    """
-
-    numel: int
+    @property
+    def numel(self) -> int:
+        """Total number of elements of `params`."""
+        return self.nbytes // int(getattr(torch, self.dtype).itemsize)
 
 
 def running_buckets(ddp: Any) -> tuple[ObservedBucket, ...]:
@@ -45,7 +44,6 @@ def running_buckets(ddp: Any) -> tuple[ObservedBucket, ...]:
             nbytes=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
             dtype=str(parameters[0].dtype).removeprefix("torch."),
             device=str(parameters[0].device),
-            numel=sum(parameter.numel() for parameter in parameters),
         )
         for index, parameters in enumerate(members)
     )
@@ -53,11 +51,7 @@ def running_buckets(ddp: Any) -> tuple[ObservedBucket, ...]:
 
 def buckets_of(plan: Plan) -> tuple[ObservedBucket, ...]:
     """The buckets of a plan, as an observation shows them."""
-    sizes = (bucket.nbytes // getattr(torch, bucket.dtype).itemsize for bucket in plan.buckets)
-    return tuple(
-        ObservedBucket(each.index, each.params, each.nbytes, each.dtype, each.device, numel)
-        for each, numel in zip(plan.buckets, sizes, strict=True)
-    )
+    return tuple(ObservedBucket(b.index, b.params, b.nbytes, b.dtype, b.device) for b in plan.buckets)
 
 
 def _predicted(ddp: Any) -> list[list[Tensor]]:

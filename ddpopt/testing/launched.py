@@ -117,23 +117,17 @@ class LaunchedRank:
         if not self._lost:
             self._exchange("ended", "", LAST_WORDS_S)
 
-    def _key(self, what: str, rank: int) -> str:
-        return f"{what}/{self._number}/{rank}"
-
     def _exchange(self, what: str, text: str, limit_s: float) -> list[str | None]:
         """Exchange texts between all ranks; None for ranks that sent none in time."""
+        keys = [f"{what}/{self._number}/{rank}" for rank in range(own_size())]
+        deadline = time.monotonic() + limit_s
         try:
-            return self._exchanged(what, text, limit_s)
+            self._store.set(keys[own_rank()], text)
+            while not self._store.check(keys) and time.monotonic() < deadline:
+                time.sleep(POLL_S)
+            return [self._store.get(key).decode() if self._store.check([key]) else None for key in keys]
         except c10d.DistError:  # the rank that held the store has died
             return [text if rank == own_rank() else None for rank in range(own_size())]
-
-    def _exchanged(self, what: str, text: str, limit_s: float) -> list[str | None]:
-        self._store.set(self._key(what, own_rank()), text)
-        keys = [self._key(what, rank) for rank in range(own_size())]
-        deadline = time.monotonic() + limit_s
-        while not self._store.check(keys) and time.monotonic() < deadline:
-            time.sleep(POLL_S)
-        return [self._store.get(key).decode() if self._store.check([key]) else None for key in keys]
 
     def _stop(self, *_: object) -> None:
         """Interrupt this rank once and let it report: the launcher ends all ranks when one is lost."""

@@ -34,9 +34,8 @@ from ddpopt.planning.plan import Plan
 from ddpopt.planning.strategy import Strategy, require_choice
 from ddpopt.tuning.measure_link import measure_link
 from ddpopt.tuning.recording import Course, Watch, one_each, require_profilable
-from ddpopt.tuning.records import Link, Profile, ms
+from ddpopt.tuning.records import Link, Profile, ms, read
 from ddpopt.tuning.simulate import simulate
-from ddpopt.tuning.stored import read
 from ddpopt.tuning.tune import tune
 
 Buckets = Literal["plan", "ddp", "auto"]

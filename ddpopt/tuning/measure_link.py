@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddpopt.tuning.recording import between, largest, now
-from ddpopt.tuning.records import LARGEST, Link
-from ddpopt.tuning.stored import conditions
+from ddpopt.tuning.records import LARGEST, Link, conditions
 
 SIZES = (1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22, LARGEST)
 """Bytes of one all-reduce."""

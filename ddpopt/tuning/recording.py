@@ -36,8 +36,7 @@ from ddpopt.errors import UsageError
 from ddpopt.planning.bucket_rule import ParamSpec
 from ddpopt.planning.model_graphs import specs_by_id
 from ddpopt.planning.plan import Plan
-from ddpopt.tuning.records import Gradient, Profile
-from ddpopt.tuning.stored import conditions
+from ddpopt.tuning.records import Gradient, Profile, conditions
 from ddpopt.tuning.tune import plan_of
 
 _c10d: Any = dist  # torch does not mark its re-exports

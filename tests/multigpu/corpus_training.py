@@ -46,15 +46,10 @@ def train(case: Case, ddp: DistributedDataParallel, call: Callable[..., Any], ra
     gradients = []
     for step in range(STEPS):
         torch.autograd.backward(case.step(call, ranks.rank, step))
-        gradients.append({n: dense(p.grad) for n, p in ddp.module.named_parameters()})
+        grads = ((name, parameter.grad) for name, parameter in ddp.module.named_parameters())
+        gradients.append({name: None if grad is None else grad.to_dense().clone() for name, grad in grads})
         ddp.zero_grad()
     return gradients
-
-
-def dense(gradient: Tensor | None) -> Tensor | None:
-    if gradient is None:
-        return None
-    return gradient.to_dense() if gradient.is_sparse else gradient.clone()
 
 
 def worst_difference(left: Gradients, right: Gradients) -> tuple[float, str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, fx
 from torch._ops import HigherOrderOperator, OpOverload
 
-from ddpopt.cases.case import Case
 from ddpopt.ddp.ready_hooks import ReadyHooks
 from ddpopt.graph import effects
 from ddpopt.graph.nodes import overlaps_itself
@@ -37,7 +36,6 @@ class Defect:
         mode: in which it shows.
         inject: puts it in.
         shown_by: the smallest model that shows it.
-        seen_by: who has to find it, as for a fault.
         trace: what the source of a model has that may show it: a regular expression.
         harmful_from: the first release of torch in which it does harm.
         harmless_from: the first release after that in which it does no harm.
@@ -47,7 +45,6 @@ class Defect:
     mode: str
     inject: Inject
     shown_by: DrawnModel
-    seen_by: tuple[str, ...]
     trace: str
     harmful_from: str = "2.11"
     harmless_from: str = "3"
@@ -110,83 +107,43 @@ def unhooked(site: Site) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def written_apart(site: Site) -> Iterator[None]:
-    """Allow cuts between a tensor's creation or a read of it and a later write, in planning and proof."""
-    with _without(site, cut_points.up_to_last_write, memory.writes_follow_reads_in_one_segment):
-        yield
-
-
-@contextlib.contextmanager
-def _without(site: Site, obstacle: Any, check: Any) -> Iterator[None]:
+def _without(obstacle: Any, check: Any) -> Inject:
     """Hide an obstacle to cuts from planning, and skip the check for it in the proof."""
 
-    def nothing(body: cut_points.Body) -> Iterator[cut_points.Span]:
-        if any(obstacle(body)):
-            site.mark()
-        return iter(())
+    @contextlib.contextmanager
+    def inject(site: Site) -> Iterator[None]:
+        def nothing(*of: Any) -> Iterator[cut_points.Span]:
+            if any(obstacle(*of)):
+                site.mark()
+            return iter(())
 
-    obstacles = tuple(nothing if find is obstacle else find for find in cut_points.OBSTACLES)
-    invariants = tuple(row for row in certificate.INVARIANTS if row.check is not check)
-    with (
-        patch.object(cut_points, "OBSTACLES", obstacles),
-        patch.object(certificate, "INVARIANTS", invariants),
-    ):
-        yield
+        obstacles = tuple(nothing if find is obstacle else find for find in cut_points.OBSTACLES)
+        invariants = tuple(row for row in certificate.INVARIANTS if row.check is not check)
+        with (
+            patch.object(cut_points, "OBSTACLES", obstacles),
+            patch.object(cut_points, obstacle.__name__, nothing),
+            patch.object(certificate, "INVARIANTS", invariants),
+        ):
+            yield
 
-
-def _unnoticed(site: Site, asked: Callable[..., Any], answer: Callable[[], Any]) -> Callable[..., Any]:
-    """What answers the same to all questions, and marks the site where the known function finds something."""
-
-    def always(*of: Any) -> Any:
-        found = asked(*of)
-        if found if isinstance(found, bool) else any(found):
-            site.mark()
-        return answer()
-
-    return always
+    return inject
 
 
-@contextlib.contextmanager
-def overlaps_crossing(site: Site) -> Iterator[None]:
-    """Take a view that overlaps itself for any other, in planning and proof."""
-    blind = _unnoticed(site, overlaps_itself, lambda: False)
-    with patch.object(cut_points, "overlaps_itself", blind), patch.object(memory, "overlaps_itself", blind):
-        yield
+def _answering_no(question: Callable[..., bool]) -> Inject:
+    """Answer no to a question of planning and proof."""
 
+    @contextlib.contextmanager
+    def inject(site: Site) -> Iterator[None]:
+        def no(*of: Any) -> bool:
+            if question(*of):
+                site.mark()
+            return False
 
-@contextlib.contextmanager
-def gradientless_crossing(site: Site) -> Iterator[None]:
-    """Let values cross a cut that get no gradient, in planning and proof."""
-    blind = _unnoticed(site, cut_points._without_backward, lambda: iter(()))
-    check = memory.values_that_cross_get_their_gradient
-    invariants = tuple(row for row in certificate.INVARIANTS if row.check is not check)
-    with (
-        patch.object(cut_points, "_without_backward", blind),
-        patch.object(certificate, "INVARIANTS", invariants),
-    ):
-        yield
+        name = question.__name__
+        with patch.object(cut_points, name, no), patch.object(memory, name, no):
+            yield
 
-
-@contextlib.contextmanager
-def plain_views(site: Site) -> Iterator[None]:
-    """Treat a view with its own gradient as a plain view, in planning and proof."""
-    with _without(site, cut_points._aliased_with_own_gradient, memory.gradients_of_their_own_stay):
-        yield
-
-
-@contextlib.contextmanager
-def detached_as_others(site: Site) -> Iterator[None]:
-    """Treat a detached value as a view that passes its gradient on, in planning and proof."""
-    detached = effects.is_detached_view
-
-    def plain(node: fx.Node) -> bool:
-        if detached(node):
-            site.mark()
-        return False
-
-    with patch.object(cut_points, "is_detached_view", plain), patch.object(memory, "is_detached_view", plain):
-        yield
+    return inject
 
 
 class _AnyName:
@@ -209,6 +166,10 @@ def forgetting_writes(site: Site) -> Iterator[None]:
         yield
 
 
+WRITTEN_APART = _without(cut_points.up_to_last_write, memory.writes_follow_reads_in_one_segment)
+"""Cuts between a tensor's creation or a read of it and a later write are allowed, in planning and proof."""
+
+
 def _name(node: fx.Node) -> str:
     target: Any = node.target
     return target if isinstance(target, str) else getattr(target, "__name__", type(target).__name__)
@@ -229,11 +190,11 @@ def _written(block: str, by: str) -> DrawnModel:
 
 def _forgets(what: str, forgotten: Callable[[fx.Node], bool], shown_by: DrawnModel, trace: str) -> Defect:
     name = f"it goes unnoticed what {what} write"
-    return Defect(name, "ddpopt-split", forgetting(forgotten), shown_by, ("L0",), trace)
+    return Defect(name, "ddpopt-split", forgetting(forgotten), shown_by, trace)
 
 
 def _takes(what: str, shown_by: DrawnModel, trace: str) -> Defect:
-    return Defect(f"a gradient is taken that {what}", "ddpopt-inline", taking, shown_by, ("L3",), trace)
+    return Defect(f"a gradient is taken that {what}", "ddpopt-inline", taking, shown_by, trace)
 
 
 _LINEAR = step("linear")
@@ -301,50 +262,44 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "statistics are updated in one segment and read in another",
         "ddpopt-split",
-        written_apart,
+        WRITTEN_APART,
         DrawnModel(steps=(_LINEAR, step("statistics", read="saved")), width=4, cap_bytes=1),
-        ("run",),
         r"s\d+ = torch\.tanh",
     ),
     Defect(
         "a tensor that a checkpointed region saves is written to in another segment",
         "ddpopt-split",
-        written_apart,
+        WRITTEN_APART,
         _written("kept_and_written", "checkpoints"),
-        ("run",),
         r"clamp_\(max=1\.0\)",
     ),
     Defect(
         "a view with a gradient of its own crosses a cut",
         "ddpopt-split",
-        plain_views,
+        _without(cut_points._aliased_with_own_gradient, memory.gradients_of_their_own_stay),
         _around_layers("turned", by="function"),
-        ("L2",),
         r"Turned\.apply|register_hook\(torch\.neg\)",
     ),
     Defect(
         "a view that overlaps itself crosses a cut",
         "ddpopt-split",
-        overlaps_crossing,
+        _answering_no(overlaps_itself),
         _around_layers("read_late", of="windows"),
-        ("L2",),
         r"unfold\(1, 2, 1\)",
         harmful_from="2.12",  # then AOTAutograd gives the gradient the strides of the view
     ),
     Defect(
         "a value that gets no gradient crosses a cut",
         "ddpopt-split",
-        gradientless_crossing,
+        _without(cut_points._without_backward, memory.values_that_cross_get_their_gradient),
         _around_layers("read_late", of="roots"),
-        ("L1", "L2"),
         r"\* 0\)\.sqrt\(\)",
     ),
     Defect(
         "a detached value with its own gradient is taken again in another segment",
         "ddpopt-split",
-        detached_as_others,
+        _answering_no(effects.is_detached_view),
         _around_layers("built", by="detached"),
-        ("L2",),
         r"\* 0\.5\)\.detach\(\)",
     ),
     Defect(
@@ -352,7 +307,6 @@ DEFECTS: tuple[Defect, ...] = (
         "ddpopt-split",
         forgetting_writes,
         _around_layers("built", by="product"),
-        ("run",),
         r"b\d+ \*= late",
         harmless_from="2.15",
     ),
@@ -361,12 +315,6 @@ DEFECTS: tuple[Defect, ...] = (
         "ddpopt-inline",
         unhooked,
         DrawnModel(steps=(step("hooked"), _LINEAR)),
-        ("run",),
         r"hook_(changed|node|accumulated)\(self",
     ),
 )
-
-
-def case_of(name: str) -> Case | None:
-    """The case that shows a defect; None if there is no defect of this name."""
-    return next((replace(each.shown_by.case(), name=name) for each in DEFECTS if each.name == name), None)

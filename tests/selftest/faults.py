@@ -17,7 +17,7 @@ import torch
 from tests import mutants
 from tests.mutants import Edits
 from tests.selftest import codes as code
-from tests.selftest import defects, graphs, plans, shown, wires
+from tests.selftest import graphs, plans, shown, wires
 from tests.selftest.metadata import shared_metadata
 from tests.selftest.sites import (
     Carriers,
@@ -125,20 +125,6 @@ def _strict(name: str, tamper: Tamper, option: str = "default") -> Fault:
     return Fault(name, "compiled code", ("L3",), tamper=tamper, option=option)
 
 
-def _forgotten(defect: defects.Defect) -> Fault:
-    """A defect that plan and proof share, so that numbers have to show it."""
-    return Fault(
-        defect.name,
-        "partition",
-        defect.seen_by,
-        defect.inject,
-        mode=defect.mode,
-        case=defect.name,
-        option=defect.shown_by.training,
-        reduced=False,
-    )
-
-
 def _tiny(name: str, layer: Layer, tamper: Tamper) -> Fault:
     return Fault(name, layer, ("L0",), tamper=tamper, tiny=True)
 
@@ -198,7 +184,6 @@ FAULTS: tuple[Fault, ...] = (
     ),
     *_cut("a mutation runs twice", partial(mutants.run_twice, where=graphs.writes), "writing"),
     *_cut("segments run in another order", mutants.segments_swapped),
-    *(_forgotten(defect) for defect in defects.DEFECTS if not defect.is_harmless),
     Fault(
         "a segment has the metadata of another one",
         "compiled code",

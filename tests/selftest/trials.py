@@ -24,7 +24,6 @@ from ddpopt.judge.trials import STEPS
 from ddpopt.judge.verdict import Status, Trial
 from ddpopt.ranks.group import Ranks
 from tests.selftest.clean_runs import rounding
-from tests.selftest.defects import case_of
 from tests.selftest.faults import Fault
 from tests.selftest.metadata import reusing
 from tests.selftest.shown import shown_case
@@ -96,7 +95,7 @@ def unbroken(ranks: Ranks, case_name: str, option_name: str) -> Iterator[Referen
     """
     own = (*CASES, shown_case())
     case = next((case for case in own if case.name == case_name), None)
-    case = case or case_of(case_name) or corpus.case(case_name)
+    case = case or corpus.case(case_name)
     # evaluation compiles a model twice more, and one case alone has faults that show in it
     subject = Subject(case, option(option_name), STEPS, ranks.device, evaluates=case_name == "shown")
     bench = Bench(subject, ranks, COLLECTIVE_LIMIT_S)

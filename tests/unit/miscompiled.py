@@ -5,6 +5,7 @@ Each backend is AOTAutograd's eager one behind an edit of the graph, so everythi
 
 from __future__ import annotations
 
+import functools
 import operator
 import os
 import signal
@@ -88,7 +89,10 @@ def _scale(gm: fx.GraphModule, node: fx.Node, factor: float) -> None:
     node.replace_all_uses_with(scaled, delete_user_cb=lambda user: user is not scaled)
 
 
-def _edited(edit: Callable[[fx.GraphModule], None]) -> Callable[..., Any]:
+def editing(edit: Callable[[fx.GraphModule], None]) -> Callable[..., Any]:
+    """Make an edit of a graph a backend of Dynamo, under its name."""
+
+    @functools.wraps(edit)
     def compiler(gm: fx.GraphModule, example_inputs: list[Tensor]) -> Any:
         copy = fx.GraphModule(gm, fx.Graph())
         copy.graph.output(copy.graph.graph_copy(gm.graph, {}))
@@ -97,64 +101,47 @@ def _edited(edit: Callable[[fx.GraphModule], None]) -> Callable[..., Any]:
         copy.recompile()
         return lookup_backend("aot_eager")(copy, example_inputs)
 
-    return compiler
+    return register_backend(compiler)
 
 
-@register_backend
-def scaling_tanh(gm: fx.GraphModule, example_inputs: list[Tensor]) -> Any:
+@editing
+def scaling_tanh(copy: fx.GraphModule) -> None:
     """Makes every tanh a little larger."""
-
-    def edit(copy: fx.GraphModule) -> None:
-        for node in _calls(copy, "tanh"):
-            _scale(copy, node, 1.01)
-
-    return _edited(edit)(gm, example_inputs)
+    for node in _calls(copy, "tanh"):
+        _scale(copy, node, 1.01)
 
 
-@register_backend
-def losing_bias(gm: fx.GraphModule, example_inputs: list[Tensor]) -> Any:
+@editing
+def losing_bias(copy: fx.GraphModule) -> None:
     """Sends no gradient to the bias of a layer that a sigmoid follows."""
-
-    def edit(copy: fx.GraphModule) -> None:
-        for node in _calls(copy, "sigmoid"):
-            linear: Any = node.args[0]
-            if linear.op == "placeholder":
-                continue
-            with copy.graph.inserting_before(linear):
-                bias = copy.graph.call_method("detach", (linear.args[2],))
-            linear.args = (*linear.args[:2], bias)
-
-    return _edited(edit)(gm, example_inputs)
+    for node in _calls(copy, "sigmoid"):
+        linear: Any = node.args[0]
+        if linear.op == "placeholder":
+            continue
+        with copy.graph.inserting_before(linear):
+            bias = copy.graph.call_method("detach", (linear.args[2],))
+        linear.args = (*linear.args[:2], bias)
 
 
-@register_backend
-def crossing_two(gm: fx.GraphModule, example_inputs: list[Tensor]) -> Any:
+@editing
+def crossing_two(copy: fx.GraphModule) -> None:
     """Makes a relu larger where a tanh stands in the same graph."""
-
-    def edit(copy: fx.GraphModule) -> None:
-        for node in _calls(copy, "relu") if _calls(copy, "tanh") else []:
-            _scale(copy, node, 1.01)
-
-    return _edited(edit)(gm, example_inputs)
+    for node in _calls(copy, "relu") if _calls(copy, "tanh") else []:
+        _scale(copy, node, 1.01)
 
 
-@register_backend
-def refusing_tanh(gm: fx.GraphModule, example_inputs: list[Tensor]) -> Any:
+@editing
+def refusing_tanh(gm: fx.GraphModule) -> None:
     """Crashes on a tanh."""
     if _calls(gm, "tanh"):
         raise ArithmeticError("no tanh here")
-    return lookup_backend("aot_eager")(gm, example_inputs)
 
 
-@register_backend
-def wrong_apart(gm: fx.GraphModule, example_inputs: list[Tensor]) -> Any:
+@editing
+def wrong_apart(copy: fx.GraphModule) -> None:
     """Gets a tanh wrong where no sigmoid stands in the same graph: only where the model is cut."""
-
-    def edit(copy: fx.GraphModule) -> None:
-        for node in _calls(copy, "tanh") if not _calls(copy, "sigmoid") else []:
-            _scale(copy, node, 1.01)
-
-    return _edited(edit)(gm, example_inputs)
+    for node in _calls(copy, "tanh") if not _calls(copy, "sigmoid") else []:
+        _scale(copy, node, 1.01)
 
 
 @register_backend
@@ -178,9 +165,8 @@ CUT = Case(
 )
 
 
-@register_backend
-def dying_on_tanh(gm: fx.GraphModule, example_inputs: list[Tensor]) -> Any:
+@editing
+def dying_on_tanh(gm: fx.GraphModule) -> None:
     """Takes the process down where a tanh is compiled."""
     if _calls(gm, "tanh"):
         os.kill(os.getpid(), signal.SIGSEGV)
-    return lookup_backend("aot_eager")(gm, example_inputs)

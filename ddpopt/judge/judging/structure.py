@@ -23,6 +23,7 @@ from ddpopt.judge.modes import Mode
 from ddpopt.judge.trainer import Option
 from ddpopt.judge.verdict import Finding
 from ddpopt.judge.visible import GRADIENT_OF, form_of, is_of_last_step
+from ddpopt.judge.whole_step import WHOLE
 from ddpopt.observation.observe import Collective
 
 MISSING, UNTRAINED = "missing", "that of no trained parameter"
@@ -364,8 +365,10 @@ def _same_graphs(evidence: RunEvidence) -> Broken:
 
 
 def _as_alone(evidence: RunEvidence) -> Broken:
-    """Data parallelism adds no graph."""
+    """Data parallelism adds no graph; that of a whole step depends on more than the model."""
     if evidence.alone is None or not evidence.got.graphs or evidence.option.more_graphs:
+        return
+    if any(each.startswith(WHOLE) for each in evidence.got.graphs):
         return
     for step, (got, alone) in enumerate(zip(evidence.got.graphs_after, evidence.alone, strict=False)):
         if got != alone:

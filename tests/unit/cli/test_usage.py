@@ -16,8 +16,7 @@ from ddpopt.fuzz.signatures import FailureSignature
 from ddpopt.gate.baseline import Baseline, Measuring, release_of, write
 from ddpopt.ranks.pool import Pool
 from ddpopt.testing.drawn import DrawnModel, step
-from ddpopt.tuning.records import Link
-from ddpopt.tuning.stored import FORMAT
+from ddpopt.tuning.records import FORMAT, Link
 from tests.commands import run
 from tests.unit.gate_figures import FIGURES
 

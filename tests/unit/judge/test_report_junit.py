@@ -11,6 +11,7 @@ from tests.unit.verdicts import (
     BITWISE,
     CASES,
     ENVIRONMENT,
+    MODES,
     ONCE,
     STACK,
     all_kinds,
@@ -45,9 +46,9 @@ def test_a_wrong_trial_has_its_findings_in_one_failure_and_what_was_known_with_i
 def test_there_is_a_suite_for_each_case_and_a_test_for_each_trial() -> None:
     assert suites(verdict()) == []
     read = suites(matrix(options=4))
-    assert [(suite.name, suite.tests) for suite in read] == [(case, 4 * 8) for case in CASES]
+    assert [(suite.name, suite.tests) for suite in read] == [(case, 4 * len(MODES)) for case in CASES]
     assert {test.classname for test in read[0]} == {"linears"}
-    assert len({test.name for test in read[0]}) == 4 * 8
+    assert len({test.name for test in read[0]}) == 4 * len(MODES)
 
 
 def test_each_kind_of_trial_has_its_own_result() -> None:

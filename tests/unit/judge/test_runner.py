@@ -13,8 +13,8 @@ from tests.refusals import refusal
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"mode": "ddpopt"}, "got 'ddpopt'; did you mean 'ddpopt-split' or 'ddpopt-inline'?"),
-        ({"strategy": "cut"}, "strategy: expected one of split, inline, auto, got 'cut'"),
+        ({"mode": "ddpopt"}, "got 'ddpopt'; did you mean 'ddpopt-step' or 'ddpopt-split' or"),
+        ({"strategy": "cut"}, "strategy: expected one of split, inline, auto, step, got 'cut'"),
         (
             {"dtype": "int64"},
             "dtype: expected a floating-point torch dtype, such as float32 or bfloat16, got 'int64'",

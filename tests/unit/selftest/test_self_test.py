@@ -12,7 +12,6 @@ from ddpopt.judge.modes import mode
 from ddpopt.judge.options import option
 from ddpopt.judge.verdict import Finding, Status, Trial
 from tests.selftest.clean_runs import AT_LEAST, MODES, clean_runs
-from tests.selftest.defects import DEFECTS
 from tests.selftest.faults import DEADLY, FAULTS, PLACEBOS, Fault
 from tests.selftest.shown import shown_case
 from tests.selftest.sites import NotInjected
@@ -107,7 +106,6 @@ def test_faults_have_unique_names_and_a_place_to_be_put_in() -> None:
     names = [fault.name for fault in FAULTS]
     assert len(names) == len(set(names)) >= 30
     known = {case.name for case in (*CASES, shown_case(), *corpus.cases())}
-    known |= {defect.name for defect in DEFECTS}
     for fault in (*FAULTS, DEADLY, *PLACEBOS):
         assert mode(fault.mode).name == fault.mode
         assert option(fault.option).name == fault.option

@@ -14,9 +14,8 @@ import ddpopt
 from ddpopt.ddp.impose import imposed_plan
 from ddpopt.errors import UsageError
 from ddpopt.planning.bucket_rule import ParamSpec, specs_from_ddp
-from ddpopt.tuning.records import Gradient, Link, Profile
+from ddpopt.tuning.records import Gradient, Link, Profile, Stored
 from ddpopt.tuning.simulate import simulate
-from ddpopt.tuning.stored import Stored
 from ddpopt.tuning.tune import plan_of, tune
 
 GRADIENT = Gradient(ParamSpec("p", 4, "float32", "cpu"), 0.1)
