@@ -60,7 +60,7 @@ def capture(gm: fx.GraphModule, inputs: Sequence[Any], seen: Seen) -> Captured:
     return Captured(recorded, replicas, slots)
 
 
-class _Recorder(fx.Interpreter):
+class _RecordingInterpreter(fx.Interpreter):
     """Runs Dynamo's graph; what a checkpoint would compute again is kept, as everything in the graph is."""
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
@@ -75,7 +75,7 @@ def _recorded(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
     fakes = [_fake(node.meta["example_value"], each) for node, each in zip(placeholders, inputs, strict=True)]
     torch.clear_autocast_cache()
     with _context().fake_mode, torch.autograd.set_multithreading_enabled(False), torch.enable_grad():
-        found: fx.GraphModule = make_fx(_Recorder(gm).run)(*fakes)
+        found: fx.GraphModule = make_fx(_RecordingInterpreter(gm).run)(*fakes)
     torch.clear_autocast_cache()
     for node, given in zip(found.graph.find_nodes(op="placeholder"), placeholders, strict=True):
         node._rename(given.name)
