@@ -32,9 +32,10 @@ With ``--device cuda`` both ranks compute on a GPU: gloo sends over the emulated
 between GPUs if each rank has its own. Exposed communication is not traced there.
 
 Exit code 1 if ``inline`` takes more than 1.05 times the limit, takes more than 1.02 times as long as the best
-other mode, or, where torch's optimizer compiles one graph, is less than 1.15 times faster than it (none of
-this is judged without an emulated link: over loopback, sending needs as much of the processor as computing);
-2 for invalid arguments; 3 if a rank fails, or if there is no GPU.
+other mode but ``step``, if ``step`` takes longer than ``inline``, or, where torch's optimizer compiles one
+graph, ``inline`` is less than 1.15 times faster than it (none of this is judged without an emulated link:
+over loopback, sending needs as much of the processor as computing); 2 for invalid arguments; 3 if a rank
+fails, or if there is no GPU.
 """
 
 from __future__ import annotations

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 
 from benchmarks.network import Network
 from benchmarks.report import Claim, Ends, Grid, Section, at_least, at_most, number
-from benchmarks.step_modes import INLINE, TORCH, WHOLE
+from benchmarks.step_modes import INLINE, STEP, TORCH, WHOLE
 from benchmarks.step_rank import Figures
 from benchmarks.step_workloads import MIB, WORKLOADS
 
 ASKED_TO_LIMIT = 1.05
 ASKED_TO_BEST = 1.02
+ASKED_STEP = 1.0
 ASKED_UNSPLIT = 1.15
 RATES = ("1gbit", "10gbit")
 
@@ -40,7 +41,8 @@ class Row:
         step_s: median over all steps.
         spread_s: first and third quartile over all steps.
         to_limit: ratio of the fastest step to the physical limit.
-        to_best: ratio of the fastest step to that of the fastest other mode; None if there is no other.
+        to_best: ratio of the fastest step to that of the fastest other mode that compiles the model at most;
+            None if there is no other.
         graphs: the number of graphs its backend was given; None for modes that torch does not compile.
         exposed: median share of all-reduce time not hidden by computation; None if no step was traced.
         peak_bytes: peak memory of a step beyond the memory held before it.
@@ -92,7 +94,8 @@ def rows(figures: Figures) -> list[Row]:
     found = []
     for mode, steps in figures.steps_s.items():
         first, _, third = statistics.quantiles(steps, n=4, method="inclusive")
-        best = min((value for name, value in fastest.items() if name != mode), default=None)
+        others = [value for name, value in fastest.items() if name not in (mode, STEP)]
+        best = min(others, default=None)
         exposed = figures.exposed.get(mode)
         row = Row(
             mode=mode,
@@ -135,6 +138,10 @@ def claims(where: str, found: Sequence[Row]) -> Iterator[Claim]:
         ratio = inline.to_best
         possible, spread = ratio / inline.to_limit, _spread(inline, ratio)
         yield at_most(where, "inline to the best other", ratio, ASKED_TO_BEST, spread=spread, limit=possible)
+    whole = next((row for row in found if row.mode == STEP), None)
+    if whole is not None:
+        ratio = whole.fastest_s / inline.fastest_s
+        yield at_most(where, "step to inline", ratio, ASKED_STEP, spread=_spread(whole, ratio), limit=1.0)
     unsplit = next((row for row in found if row.mode == TORCH and row.graphs == 1), None)
     if unsplit is not None:
         ratio = unsplit.fastest_s / inline.fastest_s

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+from torch.utils._python_dispatch import _disable_current_modes
 
 import ddpopt.errors
 from ddpopt.ddp.deferral import LONGEST_WAIT
@@ -109,7 +110,8 @@ def agree(ddps: Sequence[Any], key: int, plans: Sequence[Plan], problem: Excepti
     groups = {ddp.process_group.group_name: (ddp, place) for place, ddp in enumerate(ddps)}
     for ddp, place in groups.values():
         seen = torch.tensor([key, -key], device=ddp.device)
-        dist.all_reduce(seen, dist.ReduceOp.MAX, ddp.process_group)
+        with _disable_current_modes():  # what watches the user's program need not see it
+            dist.all_reduce(seen, dist.ReduceOp.MAX, ddp.process_group)
         if seen.tolist() != [key, -key]:
             _raise_difference(ddp.process_group, plans[place] if plans else None, problem)
     if problem is not None:

@@ -47,13 +47,15 @@ def test_ratios_are_of_the_fastest_steps_and_the_spread_is_over_all() -> None:
     [
         ({"inline": 13.6}, []),
         ({}, [("inline to the limit", "1.077", "1.000")]),  # and no other mode is asked to be near it
-        ({"split": 13.0, "inline": 13.3}, [("inline to the best other", "1.023", "1.000")]),
+        ({"inline": 13.0, "step": 13.1}, [("step to inline", "1.008", "1.000")]),
+        ({"split": 13.0, "inline": 13.3, "step": 12.0}, [("inline to the best other", "1.023", "1.000")]),
     ],
 )
 def test_inline_is_to_be_near_the_limit_and_about_as_fast_as_the_best_other_mode(
     steps_s: dict[str, float], expected: list[tuple[str, str, str]]
 ) -> None:
-    assert short(figures(**{mode: [steps_s.get(mode, 14.0)] * 2 for mode in MODES})) == expected
+    steps_s = {**dict.fromkeys(MODES, 14.0), "step": steps_s.get("inline", 14.0), **steps_s}
+    assert short(figures(**{mode: [each] * 2 for mode, each in steps_s.items()})) == expected
 
 
 @pytest.mark.parametrize(("graphs", "judged"), [(1, True), (2, False)])
