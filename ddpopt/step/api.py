@@ -5,188 +5,18 @@ function would; or an error says why not, and nothing has changed.
 """
 
 import functools
-import inspect
-import logging
-import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from types import FunctionType, MethodType
-from typing import Any, Literal
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import torch
-from torch import fx
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
-from ddpopt.errors import DdpoptError, UnsupportedError, UsageError
+from ddpopt.errors import UnsupportedError, UsageError
 from ddpopt.graph.nodes import CompilerFn
-from ddpopt.planning.plan import Plan
 from ddpopt.planning.strategy import require_choice
-from ddpopt.step.collectives import Fusion, digest, insert_collectives, note_running, plan_step
-from ddpopt.step.compiling import compile_step
-from ddpopt.step.failures import WHAT, agree, told
-from ddpopt.step.fallback import Inline
-from ddpopt.step.graphs import Captured, capture
-from ddpopt.step.overrides import Override, Swap, Transform, passed, replacements, swapped
-from ddpopt.step.replicas import require_supported
-from ddpopt.step.tracing import Seen, traceable
+from ddpopt.step.overrides import Override, Transform
+from ddpopt.step.settings import Fallback, Fusion, StepSettings
 
-Fallback = Literal["inline"]
-logger = logging.getLogger("ddpopt")
-
-
-@dataclass(frozen=True)
-class Graph:
-    """A compiled step.
-
-    Attributes:
-        gm: the graph, with its collectives.
-        plans: the buckets of each DDP module.
-    """
-
-    gm: fx.GraphModule
-    plans: tuple[Plan, ...]
-
-
-@dataclass(frozen=True)
-class StepSettings:
-    """How steps are compiled; see `train_step`."""
-
-    backend: str | CompilerFn
-    fusion: Fusion
-    fallback: Fallback | None
-    overrides: tuple[Override, ...]
-    transform: Transform | None
-
-
-class TrainStep:
-    """A step function that runs as one graph; made by `train_step`, and called as the function is.
-
-    Attributes:
-        graphs: the graphs so far, in the order in which they were needed.
-    """
-
-    def __init__(self, function: Callable[..., Any], settings: StepSettings) -> None:
-        functools.update_wrapper(self, function)
-        self.graphs: list[Graph] = []
-        self._function = function
-        self._settings = settings
-        self._compiled: Any = torch.compile(_own_copy(function), fullgraph=True, backend=self._compile)
-        self._seen = Seen()
-        self._compared = False
-        self._ddps: Sequence[weakref.ReferenceType[Any]] = ()
-        self._replaced: WeakKeyDictionary[DistributedDataParallel, Sequence[Swap]] = WeakKeyDictionary()
-        self._swaps: Sequence[Swap] = ()
-        self._inline: Inline | None = None
-
-    @property
-    def plans(self) -> tuple[Plan, ...]:
-        """The buckets of each DDP module in the last graph; empty before the first step."""
-        return self.graphs[-1].plans if self.graphs else ()
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a step."""
-        if self._inline is None:
-            try:
-                return self._run(args, kwargs)
-            except DdpoptError as error:
-                if self._settings.fallback is None:
-                    raise
-                logger.info("ddpopt: the step runs in eager around a compiled model: %s", error)
-                self._inline = Inline(self._settings.backend)
-        with self._inline.calls_compiled():
-            return self._function(*args, **kwargs)
-
-    def _run(self, args: Any, kwargs: Any) -> Any:
-        name = getattr(self._function, "__qualname__", repr(self._function))
-        self._swaps = self._replacements(args, kwargs) if self._settings.overrides else []
-        self._compared = False
-        ddps: list[Any] = []
-        try:
-            with told(name), traceable(self._seen, ddps), swapped(self._swaps):
-                return self._compiled(*args, **kwargs)
-        except DdpoptError as error:
-            if not self._compared:  # the other ranks wait for this one
-                agree(ddps or [each for ref in self._ddps if (each := ref())], 0, (), error)
-            raise
-
-    def __get__(self, instance: object, owner: object = None) -> Any:
-        """A step that is a method."""
-        return self if instance is None else MethodType(self, instance)
-
-    def _replacements(self, args: Any, kwargs: Any) -> list[Swap]:
-        """The submodules to replace in the DDP modules that the function can read."""
-        read = inspect.getclosurevars(inspect.unwrap(self._function))
-        near = tree_leaves([args, kwargs, {**read.globals}, {**read.nonlocals}])
-        ddps = [each for each in near if isinstance(each, DistributedDataParallel)]
-        for ddp in ddps:
-            if ddp not in self._replaced:
-                self._replaced[ddp] = [*replacements(ddp.module, self._settings.overrides)]
-        return [swap for ddp in dict.fromkeys(ddps) for swap in self._replaced[ddp]]
-
-    def _compile(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Dynamo's backend: compile its graph of a step."""
-        settings = self._settings
-        # what watches the user's program must not see fake tensors
-        with swapped(self._swaps), _disable_current_modes():
-            captured, plans = self._planned(gm, inputs)
-            insert_collectives(captured, plans, settings.fusion)
-            whole = captured.gm
-            if (transform := settings.transform) is not None:
-                whole = passed(lambda: transform(captured.gm), captured.gm, f"{WHAT}(transform=...)")
-            graph = Graph(whole, plans)
-            compiled = compile_step(whole, inputs, settings.backend)
-        self.graphs.append(graph)
-        sizes = [len(plan.buckets) for plan in plans]
-        logger.info("ddpopt: a train step of %d nodes, buckets: %s", len(whole.graph.nodes), sizes)
-
-        key, names = digest(whole, plans), [replica.name for replica in captured.replicas]
-        self._ddps = refs = [weakref.ref(replica.ddp) for replica in captured.replicas]
-
-        def run(*inputs: Any) -> Any:
-            ddps: list[Any] = [each() for each in refs]
-            for name, ddp in zip(names, ddps, strict=True):
-                require_supported(name, ddp)  # a hook may be new
-            self._compared = True
-            agree(ddps, key, plans)
-            note_running(ddps, plans)
-            with torch.no_grad():
-                return compiled(*inputs)
-
-        return run
-
-    def _planned(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[Captured, tuple[Plan, ...]]:
-        if not self._seen.replicas:
-            raise UsageError(
-                f"{WHAT}: expected that the step calls a DistributedDataParallel module, and it calls none; "
-                "wrap the model in DDP first"
-            )
-        captured = capture(gm, inputs, self._seen)
-        for override in self._settings.overrides:
-            captured = _overridden(captured, inputs, override)
-        return captured, plan_step(captured)
-
-
-def _own_copy(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function with a code object of its own, by which Dynamo keeps and limits graphs."""
-    if not isinstance(function, FunctionType):
-        return function
-    found = FunctionType(function.__code__.replace(), function.__globals__, closure=function.__closure__)
-    found.__defaults__, found.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
-    return found
-
-
-def _overridden(captured: Captured, inputs: Sequence[Any], override: Override) -> Captured:
-    gm, placeholders = captured.gm, captured.gm.graph.find_nodes(op="placeholder")
-    state = {
-        node.name: each
-        for node, each in zip(placeholders, inputs, strict=True)
-        if isinstance(each, torch.Tensor)
-    }
-    what = f"{type(override).__name__}.transform"
-    return replace(captured, gm=passed(lambda: override.transform(gm, state), gm, what))
+WHAT = "ddpopt.train_step"
 
 
 def train_step(
@@ -225,6 +55,8 @@ def train_step(
     require_choice("fusion", fusion, Fusion)
     if fallback is not None:
         require_choice("fallback", fallback, Fallback)
+    from ddpopt.step.train import TrainStep  # it needs private names that older releases lack
+
     settings = StepSettings(backend, fusion, fallback, tuple(overrides), transform)
     if function is None:
         return functools.partial(TrainStep, settings=settings)

@@ -9,9 +9,8 @@ Invariant: no gradient is left alone or sent twice; a bucket has one process gro
 
 import hashlib
 import operator
-import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -22,21 +21,10 @@ from ddpopt.planning.limits import BucketConfig
 from ddpopt.planning.plan import Bucket, Plan, Segment
 from ddpopt.step.graphs import Captured
 from ddpopt.step.replicas import AVERAGE, Averaged, Replica
+from ddpopt.step.settings import Fusion
 
-Fusion = Literal["concat", "coalesced"]
-_running: "weakref.WeakKeyDictionary[Any, Plan]" = weakref.WeakKeyDictionary()
 aten: Any = torch.ops.aten
 functional: Any = torch.ops._c10d_functional
-
-
-def running_plan(ddp: Any) -> Plan | None:
-    """The plan of the step that last trained a DDP module; None if none has."""
-    return _running.get(ddp)
-
-
-def note_running(ddps: Sequence[Any], plans: Sequence[Plan]) -> None:
-    """Note that a step trains its DDP modules now."""
-    _running.update(zip(ddps, plans, strict=True))
 
 
 def digest(gm: fx.GraphModule, plans: Sequence[Plan]) -> int:

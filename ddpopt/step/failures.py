@@ -19,6 +19,7 @@ from ddpopt.ddp.deferral import LONGEST_WAIT
 from ddpopt.ddp.plan_exchange import exchange_plans, plan_difference, same_buckets
 from ddpopt.errors import DdpoptError, PlanMismatchError, UnsupportedError
 from ddpopt.planning.plan import Plan
+from ddpopt.step import tracing
 
 WHAT = "ddpopt.train_step"
 LIBRARIES = tuple(
@@ -63,7 +64,7 @@ def _own(error: BaseException | None) -> DdpoptError | None:
 def _reason(error: Exception) -> str:
     if isinstance(error, FailOnRecompileLimitHit):
         return (
-            f"it needs more than {torch._dynamo.config.recompile_limit} graphs, because what it reads "
+            f"it needs more than {tracing.MOST} graphs, because what it reads "
             "changes; TORCH_LOGS=recompiles shows what. Make it a tensor, keep it the same, or make a "
             "train_step for each model"
         )

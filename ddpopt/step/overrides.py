@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, fx, nn
@@ -78,7 +79,7 @@ class _Opaque(nn.Module):
 
 
 _handles = itertools.count()
-_opaque: dict[int, _Opaque] = {}
+_opaque: "WeakValueDictionary[int, _Opaque]" = WeakValueDictionary()
 """The stand-ins, by the number that stands for one in a graph."""
 
 

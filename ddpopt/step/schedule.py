@@ -1,8 +1,8 @@
 """The order of a step's operations: what a collective needs comes first, and what waits for it comes last.
 
-Collectives keep their order, which is the same on all ranks. Before each of them stands only what it needs
-and what earlier ones needed, so that it starts early. What remains is sorted by the last collective that it
-waits for: parameters whose gradients have arrived are updated while later buckets are still sent.
+Collectives keep their order, which is the same on all ranks. Only what one of them and earlier ones need
+comes before it, so that it starts early. What remains is sorted by the last collective that it waits for:
+parameters whose gradients have arrived are updated while later buckets are still sent.
 
 Invariant: the program is the same. Operations that draw random numbers, and those that share memory with one
 that writes, keep their order.

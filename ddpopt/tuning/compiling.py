@@ -170,9 +170,9 @@ class _Tuning:
         self.attach()
 
     def end(self, why: str, level: int = logging.INFO) -> None:
-        """End the course, which gives the former buckets back."""
+        """End the course, which gives the former buckets back while it profiles."""
         if self._course:
-            logger.log(level, "ddpopt: nothing is tuned: %s", why)
+            logger.log(level, "ddpopt: nothing more is tuned: %s", why)
             self._course.close()
         self._course = None
 

@@ -53,6 +53,13 @@ def test_a_result_that_stdout_does_not_take_is_written_all_the_same_and_the_reas
     assert "gpt" in json.loads((tmp_path / "cases.json").read_text())
 
 
+def test_only_a_step_in_one_graph_needs_the_private_names_that_older_releases_lack() -> None:
+    code = "import sys, ddpopt.judge.runner; from ddpopt import observe, train_step; print(*sys.modules)"
+    loaded = python("-c", code).stdout.split()
+    assert "ddpopt.step.api" in loaded
+    assert not {"ddpopt.step.tracing", "ddpopt.step.train"} & {*loaded}
+
+
 @pytest.mark.nightly
 def test_commands_that_start_together_do_not_disturb_each_other(tmp_path: Path) -> None:
     (tmp_path / "test.py").write_text(STACK)  # which the ranks must find too

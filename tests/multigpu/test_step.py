@@ -16,13 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.utils._pytree import tree_leaves
 
 import ddpopt
-from ddpopt.errors import DdpoptError, PlanMismatchError, UsageError
+from ddpopt.errors import DdpoptError, PlanMismatchError, UnsupportedError, UsageError
 from ddpopt.ranks.group import Ranks
+from ddpopt.step import tracing
 
 WIDTH, ROUNDS, CAP_MB = 12, 5, 6e-4
 Make = Callable[[nn.Module], torch.optim.Optimizer]
@@ -333,9 +335,41 @@ def test_a_parameter_that_is_replaced_between_steps_is_an_error(ranks: Ranks) ->
             step(model, optimizer, x, x)
 
 
+LATER: dict[str, Callable[[Any], object]] = {
+    "a communication hook": lambda model: model.register_comm_hook(None, allreduce_hook),
+    "hooks on parameters": lambda model: next(model.parameters()).register_hook(lambda gradient: gradient),
+}
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_a_hook_that_a_step_would_ignore_is_an_error_in_a_later_step_too(ranks: Ranks, name: str) -> None:
+    model = DDP(Net())
+    optimizer, step = sgd()(model), ddpopt.train_step(plain, backend="aot_eager")
+    x = torch.ones(2, WIDTH)
+    step(model, optimizer, x, x)
+    LATER[name](model)
+    before = [each.detach().clone() for each in model.parameters()]
+    with pytest.raises(UnsupportedError, match=f"model uses {name}"):
+        step(model, optimizer, x, x)
+    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), before, strict=True))
+
+
+def test_the_limit_of_graphs_is_that_of_one_step_and_its_error_says_what_to_do(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracing, "MOST", 2)
+    x = torch.ones(2, WIDTH)
+    models = [DDP(Net()) for _ in range(3)]
+    for model in models:
+        step = ddpopt.train_step(plain, backend="aot_eager")
+        step(model, sgd()(model), x, x)
+    step(models[0], sgd()(models[0]), x, x)
+    with pytest.raises(UnsupportedError, match=r"more than 2 graphs.*make a train_step for each model"):
+        step(models[1], sgd()(models[1]), x, x)
+
+
+@pytest.mark.world_size(2)
 def test_ranks_that_differ_in_a_later_step_all_raise_and_may_go_on(ranks: Ranks) -> None:
-    if ranks.size == 1:
-        pytest.skip("ranks cannot differ")
     models = [DDP(nn.Linear(width, 1)) for width in (WIDTH, 1)]
 
     @ddpopt.train_step(backend="aot_eager")  # type: ignore[untyped-decorator]  # any function

@@ -134,7 +134,7 @@ def test_where_the_buckets_cannot_change_nothing_is_tuned_and_gradients_are_thos
         plans.append(imposed_plan(tuned))
     assert (equal, plans) == ([True] * 6, plans[:1] * 6)
     [said] = [message for message in caplog.messages if "tuned" in message]
-    assert said.startswith("ddpopt: nothing is tuned: ")
+    assert said.startswith("ddpopt: nothing more is tuned: ")
     assert why in said
     assert model.forward is wrapped
     assert copy.deepcopy(model)._compile.keywords["buckets"] == "auto"
