@@ -35,7 +35,7 @@ from ddpopt.judge.visible import Sight, form_of
 from ddpopt.judge.whole_step import whole_step
 from ddpopt.observation.compilations import Compilations
 from ddpopt.observation.observe import observe
-from ddpopt.step.running import running_plan
+from ddpopt.step.settings import running_plan
 
 LEARNING_RATE = 0.05
 """For plain SGD: large enough that a stale gradient or a missed update shows one step later."""

@@ -22,7 +22,7 @@ from ddpopt.observation.reducer_buckets import ObservedBucket, buckets_of, runni
 from ddpopt.planning.bucket_rule import specs_from_ddp
 from ddpopt.planning.plan import Plan
 from ddpopt.planning.reduced import running_reducer
-from ddpopt.step.running import running_plan
+from ddpopt.step.settings import running_plan
 
 STEP_OPS = ("all_reduce", "all_reduce_coalesced")
 """The functional collectives with which a step in one graph sends its buckets; the reducer's is another."""

@@ -1,12 +1,16 @@
-"""How steps are compiled.
+"""What others need to know of steps in one graph: how they are compiled, and which modules they train now.
 
-Invariant: this module needs no private name of torch, so that it can be read with every release.
+Invariant: this module needs no private name of torch, so that every release can import it; and a module that
+nothing else holds is not kept alive.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 from ddpopt.graph.nodes import CompilerFn
+from ddpopt.planning.plan import Plan
 from ddpopt.step.overrides import Override, Transform
 
 Fusion = Literal["concat", "coalesced"]
@@ -22,3 +26,16 @@ class StepSettings:
     fallback: Fallback | None
     overrides: tuple[Override, ...]
     transform: Transform | None
+
+
+_running: "WeakKeyDictionary[Any, Plan]" = WeakKeyDictionary()
+
+
+def running_plan(ddp: Any) -> Plan | None:
+    """The plan of the step that last trained a DDP module; None if none has."""
+    return _running.get(ddp)
+
+
+def note_running(ddps: Sequence[Any], plans: Sequence[Plan]) -> None:
+    """Note that a step trains its DDP modules now."""
+    _running.update(zip(ddps, plans, strict=True))

@@ -29,8 +29,7 @@ from ddpopt.step.fallback import Inline
 from ddpopt.step.graphs import Captured, capture
 from ddpopt.step.overrides import Override, Swap, passed, replacements, swapped
 from ddpopt.step.replicas import require_supported
-from ddpopt.step.running import note_running
-from ddpopt.step.settings import StepSettings
+from ddpopt.step.settings import StepSettings, note_running
 from ddpopt.step.tracing import Seen, traceable
 
 logger = logging.getLogger("ddpopt")
