@@ -190,6 +190,10 @@ def _spans(name: str, tensor: Tensor) -> Iterator[tuple[int, int, str]]:
         yield start, start + (last + 1) * tensor.element_size(), name
 
 
+def _which(forward: int) -> str:
+    return f" of forward {forward}" if forward > 1 else ""
+
+
 class Sight:
     """Everything visible in one step of a run. It is notified of each forward, before and after a step.
 
@@ -225,14 +229,14 @@ class Sight:
         """Record the arguments of a forward."""
         self._forwards += 1
         for name, value in (*enumerate(args), *kwargs.items()):
-            for path, leaf in leaves(value, f"input {name}{self._which}"):
+            for path, leaf in leaves(value, f"input {name}{_which(self._forwards)}"):
                 if isinstance(leaf, Tensor):
                     self._inputs[path] = leaf
                     self._clear_once(leaf)
 
-    def returns(self, output: Any) -> dict[str, Any]:
-        """Record the output of a forward; return its values and their form."""
-        name = f"output{self._which}"
+    def returns(self, output: Any, forward: int = 0) -> dict[str, Any]:
+        """Record the output of a forward, by default the last; return its values and their form."""
+        name = f"output{_which(forward or self._forwards)}"
         found: dict[str, Any] = {f"type of {path}": _type_of(value) for path, value in _walked(output, name)}
         for path, leaf in leaves(output, name):
             found[path] = _as_tensor(leaf)
@@ -241,10 +245,6 @@ class Sight:
                 leaf_or_not = ", a leaf" if leaf.requires_grad and leaf.is_leaf else ""
                 found[f"form of {path}"] = f"{form_of(leaf)}{leaf_or_not}"
         return found
-
-    @property
-    def _which(self) -> str:
-        return f" of forward {self._forwards}" if self._forwards > 1 else ""
 
     def reach(self, loss: Tensor) -> None:
         """Record the leaves outside DDP that a loss sends gradients to."""

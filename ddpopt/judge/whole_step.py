@@ -92,12 +92,13 @@ def whole_step(trainer: Any, take_step: Step, decorate: Callable[[Any], Any]) ->
         if len(scout.parts) > 1 and any(_draws(trainer.parallel.model)):
             raise UnsupportedError("random numbers are seeded between the parts of a step")
         batches = {part: trainer.inputs(part) for part in scout.parts}
+        for part in scout.parts:
+            trainer.sight.calls(*batches[part])
         outputs, computed, trainer.last_loss = run(trainer.ddp, batches)
         known = sum(each.startswith(WHOLE) for each in trainer.compilations.graphs)
         trainer.compilations.graphs.extend(f"{WHOLE}{place}" for place in range(known, len(run.graphs)))
-        for part, output, of_graph in zip(scout.parts, outputs, computed, strict=True):
-            trainer.sight.calls(*batches[part])
-            trainer.extras |= trainer.sight.returns(tree_map(_attached, output, of_graph))
+        for forward, (output, of_graph) in enumerate(zip(outputs, computed, strict=True), 1):
+            trainer.extras |= trainer.sight.returns(tree_map(_attached, output, of_graph), forward)
 
     return take
 

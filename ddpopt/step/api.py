@@ -46,11 +46,11 @@ def train_step(
 
     Raises:
         UsageError: an argument cannot be used.
-        UnsupportedError: torch is not 2.13.
+        UnsupportedError: torch is older than 2.13.
     """
-    if not (2, 13) <= torch.__version__ < (2, 14):  # type: ignore[operator]  # torch's version compares with tuples
+    if torch.__version__ < (2, 13):  # type: ignore[operator]  # torch's version compares with tuples
         raise UnsupportedError(
-            f"{WHAT}: expected torch 2.13, whose Dynamo it knows, got {torch.__version__}; use ddpopt.compile"
+            f"{WHAT}: expected torch 2.13 or newer, got {torch.__version__}; use ddpopt.compile"
         )
     require_choice("fusion", fusion, Fusion)
     if fallback is not None:

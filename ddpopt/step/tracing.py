@@ -32,7 +32,7 @@ from torch._dynamo.variables.constant import (
     CONSTANT_VARIABLE_TRUE,
     ConstantVariable,
 )
-from torch._dynamo.variables.functions import UserMethodVariable
+from torch._dynamo.variables.functions import UserFunctionVariable
 from torch._dynamo.variables.optimizer import OptimizerVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
@@ -203,18 +203,23 @@ def _own_none(variable: Any, tx: Any) -> Any:
     return ConstantVariable(None) if found is not None and found.is_python_constant() else found
 
 
-class _Traced(OptimizerVariable):
+class _Traced(UserDefinedObjectVariable):
     """An optimizer whose state is made in the graph."""
 
-    def var_getattr(self, tx: Any, name: str) -> Any:
+    def generic_getattr(self, tx: Any, name: str) -> Any:
         """Look up an attribute; what Dynamo skips otherwise is traced."""
+        function = None
         if name in ("_init_group", "zero_grad"):
-            return UserMethodVariable(inspect.unwrap(getattr(type(self.value), name)), self)
-        if name == "step" and hasattr(vars(self.value).get("step"), "_wrapped_by_lr_sched"):
-            return UserMethodVariable(_scheduled_step, self)
-        if name == "param_groups":
-            self._set_capturable(tx)  # step counts are tensors, as in any compiled optimizer
-        return UserDefinedObjectVariable.var_getattr(self, tx, name)
+            function = inspect.unwrap(getattr(type(self.value), name))
+        elif name == "step" and hasattr(vars(self.value).get("step"), "_wrapped_by_lr_sched"):
+            function = _scheduled_step
+        if function is not None:
+            method: Any = UserFunctionVariable(function).tp_descr_get_impl(tx, self, cast("Any", None))
+            method.source = method.source_fn = None  # its defaults are not those of what Dynamo skips
+            return method
+        if name == "param_groups":  # step counts are tensors, as in any compiled optimizer
+            OptimizerVariable._set_capturable(cast("Any", self), tx)
+        return super().generic_getattr(tx, name)
 
 
 def _optimizer(seen: Seen, value: Optimizer, options: Any) -> _Traced:

@@ -99,6 +99,14 @@ def test_an_option_that_needs_another_build_or_release_of_torch_is_not_possible_
         assert why in trial.reason
 
 
+def with_input_gradients(rank: int, step: int) -> Any:
+    args, kwargs = PLAIN.inputs(rank, step)
+    return tuple(each.requires_grad_() for each in args), kwargs
+
+
+WITH_INPUT_GRADIENTS = Case("plain", PLAIN.model, with_input_gradients, PLAIN.about, PLAIN.loss)
+
+
 def state_of_torch() -> tuple[Any, ...]:
     """What modes change while they run."""
     dynamo, inductor = torch._dynamo.config, torch._inductor.config
@@ -117,7 +125,12 @@ def state_of_torch() -> tuple[Any, ...]:
 def test_every_mode_is_right_about_a_plain_model_and_leaves_torch_as_it_was(mode: Mode) -> None:
     before = state_of_torch()
     with joined() as ranks:
-        (trial,) = run_trials(ranks, [Request(PLAIN, "default", (mode.name,))], Settings("aot_eager"), ())
+        request = Request(WITH_INPUT_GRADIENTS, "default", (mode.name,))
+        (trial,) = run_trials(ranks, [request], Settings("aot_eager"), ())
+    if "step" in mode.name and torch.__version__ < "2.13":
+        assert trial.status is Status.NOT_POSSIBLE
+        assert "expected torch 2.13 or newer" in trial.reason
+        return
     assert (trial.status, trial.findings, trial.reason) == (Status.OK, (), "")
     assert {"L0", "L1", "L2"} & set(trial.levels)
     names = [name for name, _ in PLAIN.model().named_parameters()]
