@@ -1,7 +1,7 @@
 """Collectives of a captured step: each bucket of the plan becomes one all-reduce, started at once.
 
 A bucket starts right after its last gradient and is waited for before the first reader of any of them. With
-fusion ``"concat"`` its gradients are copied into one buffer, which is scaled once, as DDP does; with
+fusion ``"concat"`` its gradients are scaled as they are copied into one buffer, as DDP does; with
 ``"coalesced"`` each is scaled, and one operator sends all of them.
 
 Invariant: no gradient is left alone or sent twice; a bucket has one process group, dtype and device.
@@ -124,11 +124,10 @@ class _Send:
         sizes = [value.numel() for value in values]
         with self.graph.inserting_before(self.nodes[-1].next):
             parts = [self._flat(node.args[0], value) for node, value in zip(self.nodes, values, strict=True)]
-            if concat and len(parts) > 1:
-                parts = [self._add("flat", aten.cat.default, parts)]
             scaled = [self._add("scaled", aten.mul.Tensor, part, scale) for part in parts]
             if concat:
-                sent = [self._add("all_reduce", functional.all_reduce.default, scaled[0], "sum", name)]
+                flat = scaled[0] if len(parts) == 1 else self._add("flat", aten.cat.default, scaled)
+                sent = [self._add("all_reduce", functional.all_reduce.default, flat, "sum", name)]
             else:
                 start = self._add("all_reduce", functional.all_reduce_coalesced.default, scaled, "sum", name)
                 sent = [self._add("sent", operator.getitem, start, place) for place in range(len(sizes))]
