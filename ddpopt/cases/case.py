@@ -67,6 +67,8 @@ class Case:
         graphs: the number of graphs that Dynamo captures in the first step of a compiled run.
         unused: trainable parameters that get no gradient on at least one rank.
         ranks_differ: whether ranks run different graphs, because they use different parameters or sizes.
+        parallelize: ``(model, mesh) -> model`` splits a model between the ranks of a mesh of one dimension,
+            as ``parallelize_module`` does; None if only whole models are trained.
     """
 
     name: str
@@ -78,6 +80,7 @@ class Case:
     graphs: int = 1
     unused: tuple[str, ...] = ()
     ranks_differ: bool = False
+    parallelize: Callable[[nn.Module, Any], nn.Module] | None = None
 
     def step(self, model: Callable[..., Any], rank: int, step: int) -> Tensor:
         """Run one forward and return its loss, ready for ``backward()``.

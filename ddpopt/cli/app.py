@@ -206,6 +206,7 @@ def verify(  # noqa: PLR0913  # one for each option of the command line
     steps: given.Steps = given.STEPS,
     dtype: given.Dtype = None,
     device: given.Device = None,
+    mesh: given.Mesh = None,
     timeout: given.Timeout = given.TIMEOUT_S,
     ddp: given.Ddp = None,
     locate: given.Locate = True,
@@ -220,7 +221,7 @@ def verify(  # noqa: PLR0913  # one for each option of the command line
     from ddpopt.cli.verification import Verification
 
     verification = Verification(
-        nproc, backend, mode, options, steps, timeout, json, tuple(report or ()), dtype, device
+        nproc, backend, mode, options, steps, timeout, json, tuple(report or ()), dtype, device, mesh
     )
     raise typer.Exit(verification.of_target(target, given.ddp_arguments(ddp or ()), locate=locate))
 

@@ -68,6 +68,14 @@ Reports = Annotated[
 Nproc = Annotated[
     int, typer.Option(help="Number of ranks; verify, matrix, tune and link use torchrun's, if any.")
 ]
+Mesh = Annotated[
+    str | None,
+    typer.Option(
+        metavar="COPIESxPARTS",
+        help="Ranks as a mesh, such as 2x2, instead of --nproc: DDP over copies of the model, each of which "
+        "is split by tensor parallelism. Not with --locate.",
+    ),
+]
 Backend = Annotated[
     str,
     typer.Option(

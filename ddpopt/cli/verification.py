@@ -5,6 +5,7 @@ Invariant: every name is looked up before a rank is started.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +19,7 @@ from ddpopt.cli.options import chosen
 from ddpopt.judge.backends import backend_of
 from ddpopt.judge.locate import locate
 from ddpopt.judge.matrix import CASES
+from ddpopt.judge.meshes import require_parts, sizes_of
 from ddpopt.judge.modes import MODES, mode_of
 from ddpopt.judge.option_cases import differing
 from ddpopt.judge.options import OPTIONS
@@ -47,6 +49,7 @@ class Verification:
         reports: files for reports.
         dtype: the dtype to compute in.
         device: the device to compute on.
+        mesh: the mesh; None if each rank trains a whole model.
     """
 
     nproc: int
@@ -59,6 +62,7 @@ class Verification:
     reports: tuple[str, ...]
     dtype: str | None = None
     device: str | None = None
+    mesh: str | None = None
 
     def of_target(self, target: str, ddp_kwargs: Mapping[str, Any], *, locate: bool) -> int:
         """Verify one target, and locate a fault if requested.
@@ -67,8 +71,9 @@ class Verification:
             The exit code.
         """
         case = resolve(target)
+        require_parts(case, self._settings.mesh)
         requests = self._requests([differing(case, ddp_kwargs) if ddp_kwargs else target])
-        search = partial(self._locate, target, ddp_kwargs) if locate else None
+        search = partial(self._locate, target, ddp_kwargs) if locate and self.mesh is None else None
         title = case.name
         del case  # it may hold a model
         return self._run(title, requests, search)
@@ -79,13 +84,18 @@ class Verification:
 
     @property
     def _settings(self) -> Settings:
-        return Settings(backend_of(self.backend), self.steps, self.dtype, self.timeout_s)
+        mesh = sizes_of(self.mesh)
+        return Settings(backend_of(self.backend), self.steps, self.dtype, self.timeout_s, mesh)
+
+    @property
+    def _size(self) -> int:
+        return math.prod(self._settings.mesh or (self.nproc,))
 
     def _requests(self, cases: Sequence[Any]) -> list[Request]:
         modes = chosen(self.modes, [known.name for known in MODES], "--mode") or (mode_of("auto"),)
         options = chosen(self.options, [known.name for known in OPTIONS], "--options")
         requests = [Request(case, name, modes) for case in cases for name in options or OPTIONS_BY_DEFAULT]
-        checked(requests, self._settings, self.nproc)
+        checked(requests, self._settings, self._size)
         return requests
 
     def _run(self, title: str, requests: list[Request], find: Callable[[Trial, int], Location] | None) -> int:
@@ -102,7 +112,7 @@ class Verification:
                     title,
                     requests,
                     self._settings,
-                    nproc=self.nproc,
+                    nproc=self._size,
                     device=self.device,
                     limit_s=self.timeout_s * (trials + len(requests)),
                     on_event=hear,

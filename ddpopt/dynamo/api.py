@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpopt.ddp.fit import ddp_within
 from ddpopt.ddp.impose import imposed_plan
 from ddpopt.ddp.reducer import outside_dynamo
+from ddpopt.ddp.tensor_parallel import keep_local
 from ddpopt.dynamo import hook
 from ddpopt.dynamo.backend import Buckets, DdpoptBackend, GraphsByModule, configured, is_ddpopt
 from ddpopt.errors import UnsupportedError, UsageError
@@ -53,6 +54,7 @@ def compile(  # the public name, as in torch.compile
         RuntimeError: Inductor does not know the mode or one of the options; the message is torch's.
     """
     ddp = ddp_within(ddp_model)
+    keep_local(ddp.module)
     if any(_is_compiled(outer) and ddp in outer.modules() for outer in ddp_model.modules()):
         got = f"got {type(ddp_model).__name__}, which is; compile it only here"
         raise UsageError(f"ddp_model: expected a module that is not compiled yet, {got}")

@@ -48,9 +48,11 @@ KNOWN_MODULES = (
 )  # fmt: skip
 KNOWN_PACKAGES = (
     "einops.", "torch._C._functorch.", "torch._dynamo.compiled_autograd.", "torch._functorch.",
-    "torch.amp.", "torch.nested.", "torch.nn.",
+    "torch.amp.", "torch.distributed.tensor.", "torch.nested.", "torch.nn.",
 )  # fmt: skip
 """Packages whose functions write only to what their names and arguments say; Dynamo knows einops."""
+OF_DTENSOR = ("redistribute", "to_local")
+"""Methods of DTensor, which ordinary tensors do not have."""
 KNOWN_BUILTINS = ("asarray", "_get_data_attr")
 """Functions of torch that are neither Python functions nor operators, and do not write."""
 UNMARKED: Mapping[str, tuple[str, ...]] = {
@@ -175,6 +177,8 @@ def _written_by(signature: Signature, node: fx.Node) -> Iterator[object]:
         yield from (given.get("running_mean"), given.get("running_var"))
     if given.get("max_norm") is not None:
         yield given.get("weight")
+    if given.get("run_check"):  # the first rank's local tensor goes into all
+        yield given.get("local_tensor")
 
 
 def _written_by_module(node: fx.Node) -> Iterator[fx.Node]:
@@ -270,7 +274,7 @@ def _of_method(name: str) -> tuple[Signature, ...]:
     if name.startswith("__"):
         writes = getattr(operator, name.strip("_"), None) in WRITING_OPERATORS
         return (Signature(("self",), written=("self",) * writes),)
-    if (found := _of_operator(name)) or not hasattr(torch.Tensor, name):
+    if (found := _of_operator(name)) or not (hasattr(torch.Tensor, name) or name in OF_DTENSOR):
         return found
     return (Signature(("self",), written=("self",) * name.endswith("_")),)
 

@@ -90,7 +90,7 @@ def _judged(
     if exact is None:
         exact = backend is None or (backend in EXACT and bench.subject.option.computes is None)
     wrong = structure(_evidence(reference, mode, backend, record), bench.ranks.rank)
-    sheet = Ladder(reference, mode, exact=exact, ordered=bench.ranks.size <= 2).climb(record)
+    sheet = Ladder(reference, mode, exact=exact, ordered=bench.grid.size <= 2).climb(record)
     sheet.findings[:0] = wrong
     sheets = bench.ranks.gather(sheet.in_short())
     judged = worst(item for one in sheets for item in one.judged)
@@ -111,6 +111,7 @@ def _judged(
 
 def _evidence(reference: Reference, mode: Mode, backend: Any, record: Record) -> RunEvidence:
     bench, subject = reference.bench, reference.bench.subject
+    alike = bench.grid.columns is None  # split models without ddpopt are compiled once more after a forward
     return RunEvidence(
         mode=mode,
         option=subject.option,
@@ -119,7 +120,7 @@ def _evidence(reference: Reference, mode: Mode, backend: Any, record: Record) ->
         eager=reference.eager,
         peers=bench.peers(record),
         eager_peers=reference.eager_peers,
-        alone=reference.graphs if backend is not None and mode.observable else None,
+        alone=reference.graphs if backend is not None and mode.observable and alike else None,
         ranks_differ=subject.case.ranks_differ or subject.option.more_graphs,
     )
 

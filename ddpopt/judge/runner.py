@@ -23,6 +23,7 @@ from ddpopt.cases.targets import resolve
 from ddpopt.dynamo.backend import find_compiler
 from ddpopt.errors import UsageError
 from ddpopt.explanation.rehearsal import generators_kept
+from ddpopt.judge.meshes import require_parts
 from ddpopt.judge.modes import mode, mode_of
 from ddpopt.judge.options import option
 from ddpopt.judge.trials import (
@@ -62,6 +63,7 @@ def verify(  # noqa: PLR0913  # one for each thing that a user may choose
     limit_s: float = RUN_LIMIT_S,
     trial_limit_s: float = TRIAL_LIMIT_S,
     on_event: Progress | None = None,
+    mesh: tuple[int, int] | None = None,
 ) -> Verdict:
     """Verify that a compiled data-parallel step computes what eager DDP computes.
 
@@ -85,6 +87,8 @@ def verify(  # noqa: PLR0913  # one for each thing that a user may choose
         trial_limit_s: limit of each trial, and of eager's runs under each option, in seconds. A trial
             compiles, and to judge compiled arithmetic it runs eager several times.
         on_event: called for each trial as it begins and ends.
+        mesh: instead of `nproc`, the number of copies of the model, and of the ranks that share each by
+            tensor parallelism; the case must say how (``Case.parallelize``).
 
     Returns:
         The verdict, which is true if everything is right. Its findings say what is wrong, with level,
@@ -95,8 +99,10 @@ def verify(  # noqa: PLR0913  # one for each thing that a user may choose
         InfrastructureError: no ranks could be started.
     """
     modes = _names(mode) or (mode_of(strategy),)
-    settings = Settings(backend, steps, dtype, trial_limit_s)
+    settings = Settings(backend, steps, dtype, trial_limit_s, mesh)
+    nproc = nproc if mesh is None else mesh[0] * mesh[1]
     case = resolve(target)
+    require_parts(case, mesh)
     traveling = target if isinstance(target, str) else case
     requests = [Request(traveling, name, modes) for name in _names(options)]
     checked(requests, settings, nproc)

@@ -28,6 +28,7 @@ from ddpopt.ddp.impose import imposed_plan
 from ddpopt.errors import UsageError
 from ddpopt.judge.compare import raw_bytes
 from ddpopt.judge.judging.record import Record, RecordedStep, unreduced
+from ddpopt.judge.meshes import has_parts, put_back
 from ddpopt.judge.modes import Gives, Mode
 from ddpopt.judge.option_cases import differing
 from ddpopt.judge.parallel import Gradients, Named, Parallel, Setup
@@ -245,6 +246,8 @@ def _make(course: Course, mode: Mode, place: Place) -> Parallel:
     model = course.case.model().to(place.device)
     arguments = differing(course.case, course.option.ddp_kwargs).ddp_kwargs if mode.gives != "nothing" else {}
     backend = course.backend if mode.compiles else None
+    if backend is None:
+        put_back(model)
     return mode.wrap(Setup(model, place.group, backend, arguments))
 
 
@@ -319,11 +322,13 @@ def _evaluate(trainer: Trainer) -> None:
         # attention must compute what compiled code computes, without its fast-path kernel
         stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)
-        for name, steps, without_gradients in (
+        ways: list[tuple[str, int, Any]] = [
             ("first evaluation", 0, torch.no_grad),
             ("evaluation", last, torch.no_grad),
-            ("inference", last, torch.inference_mode),
-        ):
+        ]
+        if not has_parts(trainer.parallel.model):  # DTensor's layers compute in another order in inference
+            ways.append(("inference", last, torch.inference_mode))
+        for name, steps, without_gradients in ways:
             trainer.parallel.load(states[steps])
             trainer.step = max(0, steps - 1)
             trainer.extras = {}

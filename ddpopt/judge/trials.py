@@ -19,6 +19,7 @@ from ddpopt.cases.case import Case
 from ddpopt.cases.targets import resolve
 from ddpopt.judge.judge import judge
 from ddpopt.judge.judging.reference import Bench, Reference, Subject
+from ddpopt.judge.meshes import Grid, Sizes, require_parts
 from ddpopt.judge.modes import mode
 from ddpopt.judge.option_cases import in_dtype
 from ddpopt.judge.options import option
@@ -56,12 +57,14 @@ class Settings:
         steps: how many steps of training.
         dtype: name of the dtype to compute in; None for the case's own.
         trial_limit_s: limit of one trial, and of eager's runs before the first one, in seconds.
+        mesh: see `ddpopt.judge.meshes`; None if each rank trains a whole model.
     """
 
     backend: Any = "inductor"
     steps: int = STEPS
     dtype: str | None = None
     trial_limit_s: float = TRIAL_LIMIT_S
+    mesh: Sizes | None = None
 
     @property
     def collective_limit_s(self) -> float:
@@ -176,11 +179,13 @@ def _judged(
     case = resolve(request.target)
     if settings.dtype is not None:
         case = in_dtype(case, getattr(torch, settings.dtype))
-    subject = Subject(case, option(request.option), settings.steps, ranks.device)
+    require_parts(case, settings.mesh)
+    grid = Grid(settings.mesh, ranks.rank, ranks.size)
+    subject = Subject(grid.case(case), option(request.option), settings.steps, ranks.device)
     ranks.emit(Started(left[0][0], case.name, request.option, ""))
     with contextlib.ExitStack() as benches:
         with ranks.limited(settings.trial_limit_s, f"{case.name}: eager DDP / {request.option}"):
-            bench = Bench(subject, ranks, settings.collective_limit_s)
+            bench = Bench(subject, ranks, settings.collective_limit_s, grid)
             benches.callback(bench.close)
             reference = Reference.make(bench)
             impossible = _failed_reference(bench) if reference is None else {}

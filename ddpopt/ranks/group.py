@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -199,17 +199,20 @@ def grouped(
                 dist.destroy_process_group()
 
 
-def new_group(limit_s: float) -> dist.ProcessGroup:
-    """Make a process group of all ranks; each rank must call it.
+def new_group(limit_s: float, divided: Sequence[Sequence[int]] | None = None) -> dist.ProcessGroup:
+    """Make a process group of all ranks, or this rank's part of them; every rank must call it.
 
     A rank that needs no peer may leave its group while a peer still connects to it. Gloo takes that for a
     crash (once in a thousand groups), so torch waits here until all have connected.
 
     Args:
         limit_s: limit of each collective.
+        divided: the members of each part, if there are several.
     """
+    timeout, parts = timedelta(seconds=limit_s), divided or [[*range(dist.get_world_size())]]
     with patch.dict(os.environ, TORCH_DIST_INIT_BARRIER="1"):
-        group: dist.ProcessGroup = dist.new_group(timeout=timedelta(seconds=limit_s))
+        c10d: Any = dist  # torch does not type it
+        group: dist.ProcessGroup = c10d.new_subgroups_by_enumeration(parts, timeout)[0]
     return group
 
 

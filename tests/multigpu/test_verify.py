@@ -61,7 +61,7 @@ def judged(case: Case, option: str, modes: tuple[str, ...], **settings: Any) -> 
 
 
 @contextlib.contextmanager
-def eager(case: Case, under: str = "default", steps: int = STEPS, **limits: float) -> Iterator[Reference]:
+def eager(case: Case, under: str = "default", steps: int = STEPS, **limits: Any) -> Iterator[Reference]:
     """Eager DDP's run, without the evaluation after it."""
     with joined() as ranks:
         subject = Subject(case, option(under), steps, ranks.device, evaluates=False)

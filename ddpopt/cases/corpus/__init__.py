@@ -13,7 +13,7 @@ __all__ = ["case", "cases"]
 
 FAMILIES = (
     *("decoders", "encoders", "vision", "recurrent", "experts", "sparse", "arguments", "parameters"),
-    *("sharing", "control", "dataflow", "scalars", "ddp_rows"),
+    *("sharing", "control", "dataflow", "scalars", "ddp_rows", "tensor_parallel"),
     *("reports_graphs", "reports_shapes", "reports_wrapping"),
 )
 """The modules of this package that have cases, in the order in which these are listed."""

@@ -33,6 +33,7 @@ from ddpopt.judge.judging.rounding import (
     widened,
 )
 from ddpopt.judge.judging.structure import Peer, peer_of
+from ddpopt.judge.meshes import Grid
 from ddpopt.judge.modes import LOCAL, Mode, mode
 from ddpopt.judge.option_cases import in_dtype, trainable
 from ddpopt.judge.parallel import Gradients, Named
@@ -76,15 +77,21 @@ class Bench:
         subject: the subject to run.
         ranks: the ranks to run it on.
         collective_limit_s: how long a rank waits for its peers in a collective of the run.
+        grid: the places of these ranks; by default each trains a copy of the whole model.
     """
 
     def __init__(
-        self, subject: Subject, ranks: Ranks, collective_limit_s: float = COLLECTIVE_LIMIT_S
+        self,
+        subject: Subject,
+        ranks: Ranks,
+        collective_limit_s: float = COLLECTIVE_LIMIT_S,
+        grid: Grid | None = None,
     ) -> None:
         self.subject = subject
         self.ranks = ranks
         self.collective_limit_s = collective_limit_s
-        self.calm = new_group(max(collective_limit_s, CALM_LIMIT_S))
+        self.grid = grid or Grid(None, ranks.rank, ranks.size)
+        self.calm = new_group(max(collective_limit_s, CALM_LIMIT_S), self.grid.columns)
         self.failures: list[Failure] = []
         self.unevaluated = ""
 
@@ -116,10 +123,12 @@ class Bench:
         # Compiled code may leave gradients disabled; that must not affect later runs.
         with warnings.catch_warnings(), torch.enable_grad():
             warnings.simplefilter("ignore")
-            group = new_group(self.collective_limit_s)
+            grid, limit_s = self.grid, self.collective_limit_s
+            group = new_group(limit_s, grid.columns)
             try:
                 course = replace(course, case=subject.option.grouped(course.case, group))
-                record = train(course, how, Place(self.ranks.rank, self.ranks.size, group, subject.device))
+                with grid.laid(subject.device.type, group, limit_s):
+                    record = train(course, how, Place(grid.rank, grid.size, group, subject.device))
             except (Exception, SystemExit) as error:
                 failure = failure_of(self.ranks.rank, error)
             finally:
@@ -146,8 +155,10 @@ class Bench:
         return stalled(self.failures, self.ranks.size, self.collective_limit_s)
 
     def peers(self, record: Record) -> list[Peer]:
-        """Every rank's summary of a run."""
-        return self.ranks.gather(peer_of(self.ranks.rank, record))
+        """The summary of a run of every rank that trains a copy of the same part."""
+        found = self.ranks.gather(peer_of(self.grid.rank, record))
+        columns = self.grid.columns or [[*range(len(found))]]
+        return [found[rank] for column in columns if self.ranks.rank in column for rank in column]
 
     def sums(self, gradients: Gradients, like: Named) -> dict[str, Sum]:
         """The contributions of the ranks to each gradient.
@@ -169,7 +180,7 @@ class Bench:
             own = own.reshape(3, *shape).contiguous()
             dist.all_reduce(own, group=self.calm)
             total, magnitude, terms = own
-            found[name] = Sum(total, magnitude, self.ranks.size, terms)
+            found[name] = Sum(total, magnitude, self.grid.size, terms)
         return found
 
 
@@ -271,7 +282,7 @@ class Reference:
         """The rounding of each number in eager, for each step. A collective at its first access."""
         bench, eager, option = self.bench, self.eager, self.bench.subject.option
         case, runs = bench.subject.adapted, [eager]
-        own = bench.ranks.gather(autocast_dtypes(case, bench.ranks.rank, bench.subject.device))
+        own = bench.ranks.gather(autocast_dtypes(case, bench.grid.rank, bench.subject.device))
         computes = option.computes or coarsest(dtype for dtypes in own for dtype in dtypes)
         for number in range(1, SAMPLES):
             follow = [perturbed_state(state, number, computes) for state in eager.starts]

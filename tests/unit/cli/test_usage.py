@@ -67,6 +67,8 @@ def test_the_command_that_fuzz_prints_for_a_failure_runs(capsys: pytest.CaptureF
         ("doctor tied --steps 1", "steps: expected at least 2, because DDP rebuilds its buckets before"),
         ("verify tied --mode ddpopt-inlin", "got 'ddpopt-inlin'; did you mean 'ddpopt-inline'"),
         ("verify tied --options defalt", "got 'defalt'; did you mean 'default'?"),
+        ("verify tied --mesh 2x2", "'tied' does not; give its Case the attribute parallelize"),
+        ("verify tp_mlp --mesh 2x", "--mesh: expected COPIESxPARTS, such as 2x2, got '2x'"),
         ("verify tied --backend inducktor", "did you mean 'inductor'?"),
         ("verify tied --json /", "--json: cannot write '/'; name a file in a writable folder"),
         ("verify tied --report v.txt", "expected a file name that ends in .xml, .html, .md"),
