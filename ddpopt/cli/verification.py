@@ -18,7 +18,7 @@ from ddpopt.cli.options import chosen
 from ddpopt.judge.backends import backend_of
 from ddpopt.judge.locate import locate
 from ddpopt.judge.matrix import CASES
-from ddpopt.judge.modes import MODES, mode_of
+from ddpopt.judge.modes import engines, mode_of
 from ddpopt.judge.option_cases import differing
 from ddpopt.judge.options import OPTIONS
 from ddpopt.judge.report.files import show, status_line, write_report
@@ -47,6 +47,7 @@ class Verification:
         reports: files for reports.
         dtype: the dtype to compute in.
         device: the device to compute on.
+        engines: the user's engines, judged with `modes`.
     """
 
     nproc: int
@@ -59,6 +60,7 @@ class Verification:
     reports: tuple[str, ...]
     dtype: str | None = None
     device: str | None = None
+    engines: tuple[str, ...] = ()
 
     def of_target(self, target: str, ddp_kwargs: Mapping[str, Any], *, locate: bool) -> int:
         """Verify one target, and locate a fault if requested.
@@ -82,7 +84,8 @@ class Verification:
         return Settings(backend_of(self.backend), self.steps, self.dtype, self.timeout_s)
 
     def _requests(self, cases: Sequence[Any]) -> list[Request]:
-        modes = chosen(self.modes, [known.name for known in MODES], "--mode") or (mode_of("auto"),)
+        named = chosen(self.modes, [known.name for known in engines()], "--mode")
+        modes = (*named, *self.engines) or (mode_of("auto"),)
         options = chosen(self.options, [known.name for known in OPTIONS], "--options")
         requests = [Request(case, name, modes) for case in cases for name in options or OPTIONS_BY_DEFAULT]
         checked(requests, self._settings, self.nproc)
