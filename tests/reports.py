@@ -32,7 +32,8 @@ HEAD = """\
 Each row is an issue or pull request in pytorch/pytorch, and the case of the corpus that reproduces it on \
 CPU and gloo. **wrong** means that the case still fails or loses its overlap with torch 2.13's optimizer. \
 ddpopt is right on all of them; the last column says what the multi-rank tests check besides gradients. \
-`python -m tests.reports` writes this page from `tests/data/reports.json`.
+`python -m tests.reports` writes this page from `tests/data/reports.json`. \
+[Other engines](engine_reports.md) have their own page.
 
 A *piece* is a graph that is compiled on its own. A bucket is *early* if it is sent before the last compiled \
 backward ends.

@@ -64,9 +64,24 @@ def resolve(target: str | Case | Callable[[], object]) -> Case:
 
 def _find(target: str) -> Case | Callable[[], object]:
     """Return the case or the factory that a string names."""
-    module_name, colon, attribute = target.partition(":")
-    if not colon:
+    if ":" not in target:
         return corpus.case(target)
+    found: object = imported(target)
+    if isinstance(found, Case) or callable(found):
+        return found
+    raise UsageError(
+        f"target {target!r}: expected a Case or a callable without arguments, got {type(found).__name__}; "
+        f"make it a function that returns {EXPECTED_RETURN}"
+    )
+
+
+def imported(target: str) -> Any:
+    """Import what ``package.module:name`` refers to.
+
+    Raises:
+        UsageError: it cannot be found, or importing it fails.
+    """
+    module_name, _, attribute = target.partition(":")
     if not module_name or not attribute:
         raise UsageError(f"expected a target like 'package.module:name', got {target!r}; {TARGET_HELP}")
     found = _import(module_name, target)
@@ -77,12 +92,7 @@ def _find(target: str) -> Case | Callable[[], object]:
                 f"target {target!r}: module {module_name!r} has no attribute {attribute!r}{near}"
             )
         found = getattr(found, part)
-    if isinstance(found, Case) or callable(found):
-        return found
-    raise UsageError(
-        f"target {target!r}: expected a Case or a callable without arguments, got {type(found).__name__}; "
-        f"make it a function that returns {EXPECTED_RETURN}"
-    )
+    return found
 
 
 def _import(module_name: str, target: str) -> object:
@@ -131,7 +141,7 @@ def _name_of(factory: Callable[[], object]) -> str:
 
 def _case_from_factory(name: str, factory: Callable[[], object]) -> Case:
     """Call a factory once, to check what it returns and whether it makes a whole case."""
-    made = _call(name, factory, 0)
+    made = called(name, factory, 0)
     if isinstance(made, Case):
         return _tried(name, made)
     parts = _Parts(name, factory, made)
@@ -140,8 +150,8 @@ def _case_from_factory(name: str, factory: Callable[[], object]) -> Case:
 
 def _tried(name: str, case: Case) -> Case:
     """A case whose model and inputs were made once, so that errors are reported before ranks start."""
-    _call(name, case.model, 0, "making its model")
-    _call(name, partial(case.inputs, 0, 0), 0, "making its inputs for rank 0, step 0")
+    called(name, case.model, 0, "making its model")
+    called(name, partial(case.inputs, 0, 0), 0, "making its inputs for rank 0, step 0")
     return case
 
 
@@ -161,10 +171,10 @@ class _Parts:
         seed = step_seed(rank, step)
         if seed == 0 and part in self._first:
             return self._first.pop(part)
-        return _split(self._name, _call(self._name, self._factory, seed))[part]
+        return _split(self._name, called(self._name, self._factory, seed))[part]
 
 
-def _call(
+def called(
     name: str, factory: Callable[[], object], seed: int, doing: str = "calling it without arguments"
 ) -> object:
     """Call a factory under a seed, and restore the caller's generator state."""

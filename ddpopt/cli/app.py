@@ -202,6 +202,7 @@ def verify(  # noqa: PLR0913  # one for each option of the command line
     nproc: given.Nproc = given.NPROC,
     backend: given.Backend = given.BACKEND,
     mode: given.Modes = None,
+    engine: given.Engines = None,
     options: given.Options = None,
     steps: given.Steps = given.STEPS,
     dtype: given.Dtype = None,
@@ -221,16 +222,28 @@ def verify(  # noqa: PLR0913  # one for each option of the command line
     from ddpopt.cli.verification import Verification
 
     verification = Verification(
-        nproc, backend, mode, options, steps, timeout, json, tuple(report or ()), dtype, device, mesh
+        nproc,
+        backend,
+        mode,
+        options,
+        steps,
+        timeout,
+        json,
+        tuple(report or ()),
+        dtype,
+        device,
+        mesh,
+        tuple(engine or ()),
     )
     raise typer.Exit(verification.of_target(target, given.ddp_arguments(ddp or ()), locate=locate))
 
 
 @app.command(cls=_Command, short_help="Verify every mode under every option on six small cases.")
-def matrix(  # one for each option of the command line
+def matrix(  # noqa: PLR0913  # one for each option of the command line
     nproc: given.Nproc = given.NPROC,
     backend: given.Backend = given.BACKEND,
     mode: given.Modes = None,
+    engine: given.Engines = None,
     options: given.Options = None,
     steps: given.Steps = given.STEPS,
     timeout: given.Timeout = given.TIMEOUT_S,
@@ -244,7 +257,15 @@ def matrix(  # one for each option of the command line
     from ddpopt.cli.verification import Verification
 
     verification = Verification(
-        nproc, backend, mode or "all", options or "all", steps, timeout, json, tuple(report or ())
+        nproc,
+        backend,
+        mode or "all",
+        options or "all",
+        steps,
+        timeout,
+        json,
+        tuple(report or ()),
+        engines=tuple(engine or ()),
     )
     raise typer.Exit(verification.of_matrix())
 
@@ -337,10 +358,10 @@ def minimize(
 @app.command(cls=_Command, short_help="List the modes and options that 'verify' knows.")
 def modes() -> None:
     """List the modes and options that 'ddpopt verify' and 'ddpopt matrix' know."""
-    from ddpopt.judge.modes import MODES
+    from ddpopt.judge.modes import engines
     from ddpopt.judge.options import OPTIONS
 
-    show(f"{_listed('mode', MODES)}\n\n{_listed('option', OPTIONS)}", "", None)
+    show(f"{_listed('mode', engines())}\n\n{_listed('option', OPTIONS)}", "", None)
 
 
 @app.command(cls=_Command, short_help="List the cases of the corpus.")

@@ -91,6 +91,15 @@ Modes = Annotated[
         help="Modes to run, or 'all'. By default ddpopt-inline; gate, fuzz: also ddpopt-split; matrix: all.",
     ),
 ]
+Engines = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--engine",
+        metavar="MODULE:NAME",
+        help="An engine of your own: package.module:name of a ddpopt.testing.Engine, or of a function that "
+        "makes one; repeatable. Judged with those of --mode.",
+    ),
+]
 Options = Annotated[
     str | None,
     typer.Option(

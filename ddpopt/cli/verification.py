@@ -20,7 +20,7 @@ from ddpopt.judge.backends import backend_of
 from ddpopt.judge.locate import locate
 from ddpopt.judge.matrix import CASES
 from ddpopt.judge.meshes import require_parts, sizes_of
-from ddpopt.judge.modes import MODES, mode_of
+from ddpopt.judge.modes import engines, mode_of
 from ddpopt.judge.option_cases import differing
 from ddpopt.judge.options import OPTIONS
 from ddpopt.judge.report.files import show, status_line, write_report
@@ -50,6 +50,7 @@ class Verification:
         dtype: the dtype to compute in.
         device: the device to compute on.
         mesh: the mesh; None if each rank trains a whole model.
+        engines: the user's engines, judged with `modes`.
     """
 
     nproc: int
@@ -63,6 +64,7 @@ class Verification:
     dtype: str | None = None
     device: str | None = None
     mesh: str | None = None
+    engines: tuple[str, ...] = ()
 
     def of_target(self, target: str, ddp_kwargs: Mapping[str, Any], *, locate: bool) -> int:
         """Verify one target, and locate a fault if requested.
@@ -92,7 +94,8 @@ class Verification:
         return math.prod(self._settings.mesh or (self.nproc,))
 
     def _requests(self, cases: Sequence[Any]) -> list[Request]:
-        modes = chosen(self.modes, [known.name for known in MODES], "--mode") or (mode_of("auto"),)
+        named = chosen(self.modes, [known.name for known in engines()], "--mode")
+        modes = (*named, *self.engines) or (mode_of("auto"),)
         options = chosen(self.options, [known.name for known in OPTIONS], "--options")
         requests = [Request(case, name, modes) for case in cases for name in options or OPTIONS_BY_DEFAULT]
         checked(requests, self._settings, self._size)

@@ -26,13 +26,13 @@ from ddpopt.errors import UsageError
 from ddpopt.explanation.tables import mib
 from ddpopt.gate.baseline import Figure, Measuring
 from ddpopt.gate.overlap import measure, ratio_to_eager
+from ddpopt.judge.engine import Engine
 from ddpopt.judge.judge import EXACT, judge
 from ddpopt.judge.judging.failing import in_words
 from ddpopt.judge.judging.record import Record
 from ddpopt.judge.judging.reference import Bench, Reference, Subject
-from ddpopt.judge.modes import Mode, mode
+from ddpopt.judge.modes import mode
 from ddpopt.judge.options import option
-from ddpopt.judge.parallel import Setup
 from ddpopt.judge.trainer import Trainer, on_device
 from ddpopt.judge.verdict import Status, Trial
 from ddpopt.planning.capture import capture
@@ -112,7 +112,7 @@ def _mode_figures(
 
 
 def _of_mode(
-    how: Mode, reference: Reference, backend: Any, eager: _Overlap, case: Case, ranks: Ranks
+    how: Engine, reference: Reference, backend: Any, eager: _Overlap, case: Case, ranks: Ranks
 ) -> dict[str, Figure]:
     trainers: list[Trainer] = []
     trial = judge(reference, how, backend, tamper=trainers.append, exact=backend in EXACT)
@@ -198,7 +198,7 @@ class CountingBackend:
         return self._backend(gm, example_inputs, **options)
 
 
-def _overlap(case: Case, how: Mode, backend: Any, ranks: Ranks) -> _Overlap:
+def _overlap(case: Case, how: Engine, backend: Any, ranks: Ranks) -> _Overlap:
     """Run a mode with a communication hook; returns the first failure of any rank, if there is one."""
     failure, counted, potential = "", CountingBackend(find_compiler(backend or "eager")), 0.0
     try:
@@ -212,12 +212,12 @@ def _overlap(case: Case, how: Mode, backend: Any, ranks: Ranks) -> _Overlap:
 
 
 def _measured(
-    case: Case, how: Mode, counted: CountingBackend, group: dist.ProcessGroup, ranks: Ranks
+    case: Case, how: Engine, counted: CountingBackend, group: dist.ProcessGroup, ranks: Ranks
 ) -> float:
     """Runs in its own frame, so that all references to the group end with it."""
     torch.manual_seed(step_seed(0, 0))
     backend = counted if how.compiles else None
-    parallel = how.wrap(Setup(case.model().to(ranks.device), group, backend, case.ddp_kwargs))
+    parallel = how.prepared(case.model().to(ranks.device), group, backend, case.ddp_kwargs)
     if parallel.ddp is None:
         raise RuntimeError(f"{how.name} has no DDP module; this is a bug in ddpopt")
 

@@ -12,12 +12,13 @@ from dataclasses import replace
 from typing import Any, get_args
 
 from ddpopt.judge.compare import dense
+from ddpopt.judge.engine import Engine, Gives
+from ddpopt.judge.judging.evidence import RunEvidence
 from ddpopt.judge.judging.failing import told
 from ddpopt.judge.judging.ladder import Ladder, findings, remarks, worst
 from ddpopt.judge.judging.record import Record
 from ddpopt.judge.judging.reference import Reference
-from ddpopt.judge.judging.structure import RunEvidence, structure
-from ddpopt.judge.modes import Gives, Mode
+from ddpopt.judge.judging.structure import structure
 from ddpopt.judge.trainer import Trainer
 from ddpopt.judge.verdict import Finding, SeenBucket, Status, Trial
 
@@ -34,7 +35,7 @@ NO_GRADIENTS = (
 
 def judge(
     reference: Reference,
-    mode: Mode,
+    mode: Engine,
     backend: Any,
     *,
     tamper: Callable[[Trainer], None] = lambda _: None,
@@ -66,7 +67,7 @@ def judge(
     return replace(trial, seconds=round(time.monotonic() - started, 3), **known)
 
 
-def _failed(reference: Reference, mode: Mode, backend: Any) -> dict[str, Any]:
+def _failed(reference: Reference, mode: Engine, backend: Any) -> dict[str, Any]:
     """Distinguish a wrong mode from one that is not possible here, or that did not end in time."""
     bench = reference.bench
     if bench.stalled:
@@ -74,7 +75,7 @@ def _failed(reference: Reference, mode: Mode, backend: Any) -> dict[str, Any]:
     own = [failure for failure in bench.failures if not failure.lost] or bench.failures
     if all(failure.refused for failure in own):
         return {"reason": f"refused: {told(own)}"}
-    if backend is not None and not mode.observable:  # uncompiled, it is not eager DDP, which is known to run
+    if backend is not None:
         record = bench.run(mode, None, follow=reference.eager.starts)
         if record is None and not bench.stalled:
             return {"reason": f"{mode.about} fails without compiling: {told(own)}"}
@@ -83,12 +84,13 @@ def _failed(reference: Reference, mode: Mode, backend: Any) -> dict[str, Any]:
 
 
 def _judged(
-    reference: Reference, mode: Mode, backend: Any, record: Record, exact: bool | None
+    reference: Reference, mode: Engine, backend: Any, record: Record, exact: bool | None
 ) -> dict[str, Any]:
     """Check the structure, climb the ladder, and merge what all ranks found."""
     bench = reference.bench
     if exact is None:
-        exact = backend is None or (backend in EXACT and bench.subject.option.computes is None)
+        runs_as_eager = backend is None or (backend in EXACT and bench.subject.option.computes is None)
+        exact = mode.exact and runs_as_eager
     wrong = structure(_evidence(reference, mode, backend, record), bench.ranks.rank)
     sheet = Ladder(reference, mode, exact=exact, ordered=bench.grid.size <= 2).climb(record)
     sheet.findings[:0] = wrong
@@ -109,7 +111,7 @@ def _judged(
     }
 
 
-def _evidence(reference: Reference, mode: Mode, backend: Any, record: Record) -> RunEvidence:
+def _evidence(reference: Reference, mode: Engine, backend: Any, record: Record) -> RunEvidence:
     bench, subject = reference.bench, reference.bench.subject
     alike = bench.grid.columns is None  # split models without ddpopt are compiled once more after a forward
     return RunEvidence(
@@ -121,8 +123,17 @@ def _evidence(reference: Reference, mode: Mode, backend: Any, record: Record) ->
         peers=bench.peers(record),
         eager_peers=reference.eager_peers,
         alone=reference.graphs if backend is not None and mode.observable and alike else None,
+        uncompiled=_sent_uncompiled(reference, mode, backend),
         ranks_differ=subject.case.ranks_differ or subject.option.more_graphs,
     )
+
+
+def _sent_uncompiled(reference: Reference, mode: Engine, backend: Any) -> list[tuple[str, ...]] | None:
+    """The collectives of each step without a backend; None if they may be others."""
+    if backend is None or not mode.sends_as_uncompiled:
+        return None
+    record = reference.bench.run(mode, None, follow=reference.eager.starts)
+    return None if record is None else record.sent
 
 
 def _has_gradients(eager: Record) -> bool:

@@ -83,7 +83,8 @@ def locate(  # noqa: PLR0913  # the settings that a trial does not record
 
     resolve(target)  # importing the target may register the backend
     compiler = (backend or trial.backend) if trial.backend else ""
-    backend_of(compiler)
+    if compiler:
+        backend_of(compiler)
     question = replace(_asked_of(trial, target, compiler, steps), dtype=dtype, ddp_kwargs=ddp_kwargs or {})
     if not under_torchrun():
         return _located(question, script, nproc, device, left)

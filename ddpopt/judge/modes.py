@@ -1,174 +1,186 @@
-"""The ways to run a data-parallel step that can be verified, one small function each.
+"""The ways to run a data-parallel step that can be verified: torch's, ddpopt's, and those of the user.
 
-A mode turns a model into a `Parallel`: the callable, how its backward runs, and where its gradients are.
-Invariant: nothing outlives the ``with`` block of a mode, neither a Dynamo setting nor a compiled frame.
-Without a backend every mode runs uncompiled, so that faults of compilation can be told apart.
+A mode is an `Engine`: built in, registered by an installed package, or named as ``package.module:name``.
+Without a backend every built-in one runs uncompiled, so that faults of compilation can be told apart.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+import copy
+import functools
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from importlib.metadata import entry_points
 from typing import Any, Literal, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch._dynamo import compiled_autograd, trace_rules
+from torch._dynamo import compiled_autograd
 from torch.nn.parallel import DistributedDataParallel
 
+from ddpopt.cases.targets import called, imported
 from ddpopt.errors import UsageError, did_you_mean
-from ddpopt.judge import sharded
-from ddpopt.judge.parallel import Parallel, Setup
+from ddpopt.judge.engine import Engine, compiled
+from ddpopt.judge.frameworks import Accelerated, Fabricated
+from ddpopt.judge.sharded import FullyShard, FullyShardedDataParallel1, Replicate, ReplicateByFsdp
 from ddpopt.planning.strategy import Strategy
 
-TRACED_FOR_GOOD = "torch.nn.parallel.distributed"
-Gives = Literal["nothing", "arguments", "module"]
-Wrap = Callable[[Setup], Parallel]
+REGISTERED = "ddpopt.engines"
+"""The entry-point group of packages that bring engines."""
 
 
-@dataclass(frozen=True)
-class Mode:
-    """One way to run a data-parallel step.
-
-    Attributes:
-        name: as in ``--mode``.
-        about: one sentence.
-        gives: the part of DDP it offers: ``"module"``: a DDP module; ``"arguments"``: DDP's arguments;
-            ``"nothing"``.
-        wrap: makes the model data-parallel.
-        compiles: whether it compiles at all.
-        is_sharded: whether each rank holds a part of each parameter.
-        captures_backward: whether compiled autograd must capture its backward.
-        observable: whether its collectives are those of DDP's C++ reducer.
-        optimize_ddp: Dynamo's setting of that name while the mode runs.
-    """
-
-    name: str
-    about: str
-    gives: Gives
-    wrap: Wrap
-    compiles: bool = True
-    captures_backward: bool = False
-    is_sharded: bool = False
-    observable: bool = False
-    optimize_ddp: bool | str = False
-
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        """Set up Dynamo and Inductor for this mode from a clean state, and restore everything.
-
-        Inductor draws random numbers as eager does, so that dropout can be compared.
-        """
-        torch._dynamo.reset()
-        inductor = torch._inductor.config
-        settings = {
-            "fallback_random": True,
-            "_fuse_ddp_bucket_size": inductor._fuse_ddp_bucket_size,  # DDP sets it
-            "_fuse_ddp_communication": False,
-        }
-        try:
-            with torch._dynamo.config.patch(optimize_ddp=self.optimize_ddp), inductor.patch(settings):
-                yield
-        finally:
-            torch._dynamo.reset()
-            # DDP with the Python reducer makes Dynamo trace DDP's frames from then on; a static graph then no
-            # longer compiles.
-            if TRACED_FOR_GOOD in trace_rules.LEGACY_MOD_INLINELIST:
-                trace_rules.LEGACY_MOD_INLINELIST.remove(TRACED_FOR_GOOD)
-                trace_rules.get_legacy_mod_inlinelist.cache_clear()
-
-
-def _compiled(module: nn.Module, backend: Any) -> Any:
-    return module if backend is None else torch.compile(module, backend=backend)
-
-
-def local(setup: Setup) -> Parallel:
+class Local(Engine):
     """The model alone on each rank, with unreduced gradients."""
-    return Parallel(_compiled(setup.model, setup.backend), setup.model)
+
+    compiles, broadcasts_buffers = True, False
+
+    def prepare(self, model: nn.Module, group: dist.ProcessGroup) -> Callable[..., Any]:
+        """Compile the model, or leave it as it is."""
+        del group
+        return compiled(model, self.backend)
+
+    def no_sync(self) -> AbstractContextManager[Any]:
+        """Do nothing: nothing is ever reduced."""
+        return nullcontext()
 
 
-def compiled_ddp(setup: Setup) -> Parallel:
+class CompiledDdp(Engine):
     """``torch.compile(DDP(model))``, under whatever setting of ``optimize_ddp`` is in force."""
-    ddp = DistributedDataParallel(setup.model, process_group=setup.group, **setup.ddp_kwargs)
-    return Parallel(_compiled(ddp, setup.backend), setup.model, ddp=ddp, no_sync=ddp.no_sync)
+
+    gives, compiles, observable = "module", True, True
+
+    def prepare(self, model: nn.Module, group: dist.ProcessGroup) -> Callable[..., Any]:
+        """Wrap the model in DDP, and compile that."""
+        self.ddp = DistributedDataParallel(model, process_group=group, **self.ddp_kwargs)
+        return self._compiled(self.ddp)
+
+    def no_sync(self) -> AbstractContextManager[Any]:
+        """DDP's own."""
+        assert self.ddp is not None
+        return self.ddp.no_sync()
+
+    def _compiled(self, ddp: Any) -> Callable[..., Any]:
+        return compiled(ddp, self.backend)
 
 
-def python_reducer(setup: Setup) -> Parallel:
+class PythonReducer(CompiledDdp):
     """DDP's Python reducer, with the backward captured by compiled autograd."""
-    parallel = compiled_ddp(setup)
-    if setup.backend is not None:
-        compiler = torch.compile(backend=setup.backend)
-        parallel.around_backward = lambda: compiled_autograd._enable(compiler, dynamic=False)
-    return parallel
+
+    captures_backward, observable, optimize_ddp = True, False, "python_reducer"
+
+    def around_backward(self) -> AbstractContextManager[Any]:
+        """Capture the backward."""
+        if self.backend is None:
+            return nullcontext()
+        return compiled_autograd._enable(torch.compile(backend=self.backend), dynamic=False)
 
 
-def ddpopt_with(strategy: Strategy | None, fusion: Literal["concat", "coalesced"] = "concat") -> Wrap:
+class Ours(CompiledDdp):
     """``ddpopt.compile`` with a strategy, or ``ddpopt.train_step`` with a fusion; eager without a backend."""
 
-    def wrap(setup: Setup) -> Parallel:
+    strategy: Strategy | None = None
+    fusion: Literal["concat", "coalesced"] = "concat"
+
+    def _compiled(self, ddp: Any) -> Callable[..., Any]:
         # heavy imports that other modes do not need
         from ddpopt.dynamo.api import compile as ddpopt_compile
         from ddpopt.step.api import train_step
 
-        parallel = compiled_ddp(replace(setup, backend=None))
-        ddp: Any = parallel.ddp
-        parallel.planned = setup.backend is not None
-        if setup.backend is not None and strategy is not None:
-            parallel.call = ddpopt_compile(ddp, backend=setup.backend, strategy=strategy)
-        elif setup.backend is not None:
-            parallel.whole = train_step(backend=setup.backend, fusion=fusion)
-        return parallel
-
-    return wrap
+        self.planned = self.backend is not None
+        if self.backend is not None and self.strategy is not None:
+            ddp = ddpopt_compile(ddp, backend=self.backend, strategy=self.strategy)
+        elif self.backend is not None:
+            self.whole = train_step(backend=self.backend, fusion=self.fusion)
+        made: Callable[..., Any] = ddp
+        return made
 
 
-MODES: tuple[Mode, ...] = (
-    Mode("eager", "eager DDP: the reference", "module", compiled_ddp, compiles=False, observable=True),
-    Mode(
-        "torch", "torch's DDPOptimizer", "module", compiled_ddp, observable=True, optimize_ddp="ddp_optimizer"
-    ),
-    Mode("whole", "no optimization: one graph under DDP", "module", compiled_ddp, observable=True),
-    Mode(
-        "python_reducer",
-        "Python reducer under compiled autograd, fusion off",
-        "module",
-        python_reducer,
-        captures_backward=True,
-        optimize_ddp="python_reducer",
-    ),
-    Mode(
-        "ddpopt-split", "ddpopt: one segment for each bucket", "module", ddpopt_with("split"), observable=True
-    ),
-    Mode("ddpopt-inline", "ddpopt: one graph", "module", ddpopt_with("auto"), observable=True),
-    Mode("ddpopt-step", "ddpopt: a step in one graph", "module", ddpopt_with(None), observable=True),
-    Mode(
-        "ddpopt-step-coalesced",
-        "ddpopt: the same, without a buffer for each bucket",
-        "module",
-        ddpopt_with(None, "coalesced"),
-        observable=True,
-    ),
-    Mode("fully_shard", "FSDP2", "nothing", sharded.fully_sharded, is_sharded=True),
-    Mode("replicate", "replicate()", "arguments", sharded.replicated),
+class Zero(CompiledDdp):
+    """DDP with ``ZeroRedundancyOptimizer``, whose ranks update parts and broadcast them."""
+
+    observable = False
+
+    def prepare(self, model: nn.Module, group: dist.ProcessGroup) -> Callable[..., Any]:
+        """Wrap the model in DDP, and make the optimizer."""
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        self.optimizer = ZeroRedundancyOptimizer(
+            model.parameters(), torch.optim.SGD, process_group=group, lr=0.0
+        )
+        return super().prepare(model, group)
+
+    def step(self, learning_rate: float) -> None:
+        """Run the optimizer."""
+        self.optimizer.param_groups[0]["lr"] = learning_rate
+        self.optimizer.step()
+
+
+MODES: tuple[Engine, ...] = (
+    CompiledDdp("eager", "eager DDP: the reference", compiles=False),
+    CompiledDdp("torch", "torch's DDPOptimizer", optimize_ddp="ddp_optimizer"),
+    CompiledDdp("whole", "no optimization: one graph under DDP"),
+    PythonReducer("python_reducer", "Python reducer under compiled autograd, fusion off"),
+    Ours("ddpopt-split", "ddpopt: one segment for each bucket", strategy="split"),
+    Ours("ddpopt-inline", "ddpopt: one graph", strategy="auto"),
+    Ours("ddpopt-step", "ddpopt: a step in one graph"),
+    Ours("ddpopt-step-coalesced", "ddpopt: the same, without a buffer for each bucket", fusion="coalesced"),
+    FullyShard("fully_shard", "FSDP2 around the whole model"),
+    FullyShard("fully_shard-blocks", "FSDP2 around each block, compiled block by block", by_block=True),
+    FullyShard("hsdp", "FSDP2 in each row of 2 x N/2 ranks, replicated over the columns", rows=2),
+    FullyShardedDataParallel1("fsdp1", "FSDP1 around each block, with use_orig_params=True"),
+    Replicate("replicate", "replicate()"),
+    ReplicateByFsdp("replicate-fsdp", "replicate() built on FSDP2"),
+    Zero("zero", "DDP with ZeroRedundancyOptimizer"),
+    Accelerated("accelerate", "Accelerate"),
+    Fabricated("fabric", "Lightning Fabric"),
 )
-LOCAL = Mode("local", "the model alone, nothing reduced", "nothing", local)
+LOCAL = Local("local", "the model alone, nothing reduced")
 
 
-def mode(name: str, given_as: str = "mode") -> Mode:
-    """Return a mode by its name.
+def engines() -> tuple[Engine, ...]:
+    """All engines that have a name: the built-in ones, and those of installed packages."""
+    return (*MODES, *_registered().values())
+
+
+def mode(given: str | Engine, given_as: str = "mode") -> Engine:
+    """Return an engine by its name.
 
     Args:
-        name: one of those in `MODES`.
+        given: the name of a built-in or registered engine; ``package.module:name`` of an engine, or of a
+            function without arguments that makes one; or the engine itself.
         given_as: the name of the caller's argument, for the error.
 
     Returns:
-        The mode.
+        The engine.
 
     Raises:
-        UsageError: there is no such mode.
+        UsageError: there is no such engine, or it cannot be made.
     """
-    return named(name, {each.name: each for each in MODES}, given_as)
+    if isinstance(given, Engine):
+        return given
+    if ":" in given:
+        return _made(given, imported(given))
+    known = {each.name: each for each in MODES}
+    return named(given, known if given in known else known | _registered(), given_as)
+
+
+def _made(name: str, found: Any) -> Engine:
+    """Make an engine of what a name refers to; reports use that name, which other processes know too."""
+    made = found if isinstance(found, Engine) or not callable(found) else called(name, found, 0)
+    if not isinstance(made, Engine):
+        raise UsageError(
+            f"engine {name!r}: expected a ddpopt.testing.Engine, or a function without arguments that "
+            f"returns one, got {type(made).__name__}"
+        )
+    engine = copy.copy(made)
+    engine.name = name
+    return engine
+
+
+@functools.cache
+def _registered() -> dict[str, Engine]:
+    return {each.name: _made(each.name, each.load()) for each in entry_points(group=REGISTERED)}
 
 
 def mode_of(strategy: str) -> str:

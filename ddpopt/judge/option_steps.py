@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from ddpopt.judge.option_cases import set_extra
@@ -79,14 +79,12 @@ def keep_other_gradients(trainer: Trainer) -> None:
     """Add the gradients of the other model to the comparison."""
     if trainer.other is not None:
         trainer.extras |= {f"other {name}": each for name, each in trainer.other.gradients().items()}
-        trainer.other.model.zero_grad()
+        trainer.other.zero_grad()
 
 
 def clip(trainer: Trainer) -> None:
     """Clip gradients by their total norm."""
-    parameters = [p for p in trainer.parallel.model.parameters() if p.grad is not None]
-    norm: Any = nn.utils.clip_grad_norm_(parameters, MAX_NORM)
-    trainer.extras["norm"] = getattr(norm, "full_tensor", lambda: norm)()
+    trainer.extras["norm"] = trainer.parallel.clip(MAX_NORM)
 
 
 def unscale(trainer: Trainer) -> None:

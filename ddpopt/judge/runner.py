@@ -23,6 +23,7 @@ from ddpopt.cases.targets import resolve
 from ddpopt.dynamo.backend import find_compiler
 from ddpopt.errors import UsageError
 from ddpopt.explanation.rehearsal import generators_kept
+from ddpopt.judge.engine import Engine
 from ddpopt.judge.meshes import require_parts
 from ddpopt.judge.modes import mode, mode_of
 from ddpopt.judge.options import option
@@ -45,6 +46,8 @@ from ddpopt.ranks.pool import launch
 
 RUN_LIMIT_S = 3600.0
 OPTIONS_BY_DEFAULT = ("default",)
+Modes = str | Engine | Sequence[str | Engine]
+"""One or more modes: names, or engines."""
 Progress = Callable[[object], None]
 """Called with each `Started` and `Ended`."""
 
@@ -55,7 +58,8 @@ def verify(  # noqa: PLR0913  # one for each thing that a user may choose
     nproc: int = 2,
     strategy: str = "auto",
     backend: Any = "inductor",
-    mode: str | Sequence[str] | None = None,
+    mode: Modes | None = None,
+    engine: Modes | None = None,
     options: str | Sequence[str] = OPTIONS_BY_DEFAULT,
     steps: int = STEPS,
     dtype: str | None = None,
@@ -77,6 +81,8 @@ def verify(  # noqa: PLR0913  # one for each thing that a user may choose
         strategy: ddpopt's strategy, if no mode is given: ``"split"``, ``"inline"`` or ``"auto"``.
         backend: the Dynamo backend: a name, or a callable ``(gm, example_inputs)``.
         mode: the modes to judge, by name (see ``ddpopt.judge.modes``); by default ddpopt's.
+        engine: engines to judge: each a `ddpopt.testing.Engine`, or ``package.module:name`` of one, or of a
+            function that makes one.
         options: the ways to use DDP, by name (see ``ddpopt.judge.options``).
         steps: the number of training steps; DDP rebuilds its buckets before step 2; from step 3 on all is
             settled.
@@ -98,7 +104,7 @@ def verify(  # noqa: PLR0913  # one for each thing that a user may choose
         UsageError: an argument cannot be used.
         InfrastructureError: no ranks could be started.
     """
-    modes = _names(mode) or (mode_of(strategy),)
+    modes = (*_names(mode), *_names(engine)) or (mode_of(strategy),)
     settings = Settings(backend, steps, dtype, trial_limit_s, mesh)
     nproc = nproc if mesh is None else mesh[0] * mesh[1]
     case = resolve(target)
@@ -241,7 +247,7 @@ class Attempts:
 def verify_here(
     case: Case,
     *,
-    mode: str | None = None,
+    mode: str | Engine | None = None,
     strategy: str = "auto",
     backend: Any = "aot_eager",
     options: Sequence[str] = OPTIONS_BY_DEFAULT,
@@ -341,10 +347,10 @@ def _verdict(title: str, size: int, trials: Iterable[Trial], device: str) -> Ver
     return Verdict(title, size, tuple(trials), environment)
 
 
-def _names(given: str | Sequence[str] | None) -> tuple[str, ...]:
+def _names(given: Any) -> tuple[Any, ...]:
     if given is None:
         return ()
-    return (given,) if isinstance(given, str) else tuple(given)
+    return (given,) if isinstance(given, (str, Engine)) else tuple(given)
 
 
 def checked(requests: Sequence[Request], settings: Settings, nproc: int) -> None:
@@ -367,8 +373,8 @@ def checked(requests: Sequence[Request], settings: Settings, nproc: int) -> None
     find_compiler(settings.backend)
     for one in requests:
         option(one.option)
-        for name in one.modes:
-            mode(name)
+        for each in one.modes:
+            mode(each)
     for what, number in (("nproc", nproc), ("steps", settings.steps)):
         if number < 1:
             raise UsageError(f"{what}: expected a positive number, got {number!r}")

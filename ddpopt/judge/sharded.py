@@ -1,28 +1,32 @@
-"""The modes without a DDP module: FSDP2 and ``replicate()``.
+"""torch's engines without a DDP module: FSDP2, HSDP, FSDP1, and both kinds of ``replicate()``.
 
-Each compiles the model itself and wraps a shell around it: `fully_shard` on a compiled root silently compiles
-nothing, because the hooks that gather its parameters run inside the frame to compile.
+What is compiled lies inside what is sharded: `fully_shard` on a compiled module silently compiles nothing,
+because the hooks that gather its parameters run inside the frame to compile.
 
-Touches private names of torch: ``torch.distributed._composable.replicate``.
+Touches private names of torch: ``torch.distributed._composable``.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from importlib import import_module
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
-from ddpopt.judge.parallel import Parallel, Setup
+from ddpopt.errors import UnsupportedError
+from ddpopt.judge.engine import Engine, Gradients, Named, compiled
 
 
 class Shell(nn.Module):
-    """A module around the model, for hooks that belong to a root module and must not be compiled."""
+    """A module around a compiled one, for hooks that must not be compiled."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -33,55 +37,208 @@ class Shell(nn.Module):
         return self.inner(*args, **kwargs)
 
 
-def _shell(setup: Setup) -> Shell:
-    if setup.backend is not None:
-        setup.model.compile(backend=setup.backend)
-    return Shell(setup.model)
+class Shelled(Engine):
+    """An engine that compiles the model, and manages a shell around it.
+
+    Attributes:
+        shell: in a run, the managed module.
+    """
+
+    compiles = True
+    shell: Any
+
+    def prepare(self, model: nn.Module, group: dist.ProcessGroup) -> Callable[..., Any]:
+        """Compile the model, and have the shell around it managed."""
+        broadcast_state(model, group)
+        if self.backend is not None:
+            model.compile(backend=self.backend)
+        self.shell = self.managed(Shell(model), group)
+        return self.shell  # type: ignore[no-any-return]
+
+    def managed(self, module: nn.Module, group: dist.ProcessGroup) -> nn.Module:
+        """Make a module data-parallel."""
+        raise NotImplementedError
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Switch the reduction off."""
+        self.shell.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self.shell.set_requires_gradient_sync(True)
 
 
-@contextlib.contextmanager
-def _unsynchronized(shell: Any) -> Iterator[None]:
-    shell.set_requires_gradient_sync(False)
-    try:
-        yield
-    finally:
-        shell.set_requires_gradient_sync(True)
+class FullyShard(Shelled):
+    """FSDP2: every parameter a DTensor, sharded along its first dimension.
+
+    Attributes:
+        by_block: whether each block is sharded and compiled on its own, as large models are.
+        rows: the number of groups of ranks that hold a whole model each (HSDP); 1 for plain FSDP.
+    """
+
+    is_sharded, broadcasts_buffers, sends_as_uncompiled = True, False, True
+    by_block: bool = False
+    rows: int = 1
+
+    def prepare(self, model: nn.Module, group: dist.ProcessGroup) -> Callable[..., Any]:
+        """Shard the model, or each of its blocks and the rest."""
+        if not self.by_block:
+            return super().prepare(model, group)
+        self.shell = managed_by_block(self, model, group)
+        return self.shell  # type: ignore[no-any-return]
+
+    def managed(self, module: nn.Module, group: dist.ProcessGroup) -> nn.Module:
+        """Shard a module."""
+        size = dist.get_world_size(group)
+        if size % self.rows or size // self.rows < min(2, self.rows):
+            raise UnsupportedError(f"{self.name} needs {self.rows} x N ranks with N > 1, got {size}")
+        fully_shard(module, mesh=mesh_of(module, group, self.rows))  # which changes the module's class
+        return module
 
 
-def fully_sharded(setup: Setup) -> Parallel:
-    """FSDP2: every parameter a DTensor, sharded along its first dimension."""
-    broadcast_state(setup)
-    shell: Any = fully_shard(_shell(setup), mesh=_mesh(setup))
-    return Parallel(shell, setup.model, no_sync=lambda: _unsynchronized(shell))
+class ReplicateByFsdp(Shelled):
+    """The ``replicate()`` that is built on FSDP2: every parameter a whole DTensor on each rank."""
+
+    broadcasts_buffers, sends_as_uncompiled = False, True
+
+    def managed(self, module: nn.Module, group: dist.ProcessGroup) -> nn.Module:
+        """Replicate a module."""
+        replicate = required("torch.distributed._composable.replicate_with_fsdp").replicate
+        return replicate(module, mesh=mesh_of(module, group))  # type: ignore[no-any-return]
 
 
-def _mesh(setup: Setup) -> DeviceMesh:
+class Replicate(Shelled):
+    """The older ``replicate()``: DDP's reducer, attached to a module instead of wrapped around it."""
+
+    gives = "arguments"
+
+    def managed(self, module: nn.Module, group: dist.ProcessGroup) -> nn.Module:
+        """Replicate a module."""
+        from torch.distributed._composable.replicate import replicate
+
+        return replicate(module, process_group=group, **self.ddp_kwargs)
+
+
+class FullyShardedDataParallel1(Engine):
+    """FSDP1: the parameters of each block are views of one flat parameter, of which a rank holds a part.
+
+    Attributes:
+        use_orig_params: as in FSDP's constructor.
+    """
+
+    compiles, is_sharded, broadcasts_buffers, sends_as_uncompiled = True, True, False, True
+    use_orig_params: bool = True
+    root: Any
+
+    def prepare(self, model: nn.Module, group: dist.ProcessGroup) -> Callable[..., Any]:
+        """Compile and shard each block, and shard the rest."""
+        if not self.use_orig_params:
+            raise UnsupportedError(
+                f"{self.name} with use_orig_params=False: Dynamo does not trace it, and parameters have no "
+                "gradients of their own. Pass use_orig_params=True, or use fully_shard"
+            )
+        self.root = managed_by_block(self, model, group)
+        return self.root  # type: ignore[no-any-return]
+
+    def managed(self, module: nn.Module, group: dist.ProcessGroup) -> nn.Module:
+        """Shard a module."""
+        device = next(iter(module.parameters())).device
+        return FullyShardedDataParallel(
+            module, process_group=group, use_orig_params=self.use_orig_params, device_id=device
+        )
+
+    def gradients(self) -> Gradients:
+        """Gather the gradients."""
+        with self._whole(writeback=False, with_grads=True):
+            return super().gradients()
+
+    def state(self) -> Named:
+        """Gather the parameters."""
+        with self._whole(writeback=False):
+            return super().state()
+
+    def load(self, state: Named) -> None:  # type: ignore[override]
+        """Set whole parameters, and shard them again."""
+        with self._whole(writeback=True):
+            super().load(state)
+
+    def clip(self, max_norm: float) -> Tensor:
+        """FSDP's own: a rank has only parts of the gradients."""
+        norm: Tensor = self.root.clip_grad_norm_(max_norm)
+        return norm
+
+    def no_sync(self) -> AbstractContextManager[Any]:
+        """FSDP's own."""
+        return self.root.no_sync()  # type: ignore[no-any-return]
+
+    def _whole(self, **how: bool) -> AbstractContextManager[Any]:
+        return FullyShardedDataParallel.summon_full_params(self.root, **how)
+
+
+def managed_by_block(
+    engine: FullyShard | FullyShardedDataParallel1, model: nn.Module, group: dist.ProcessGroup
+) -> nn.Module:
+    """Have an engine manage each block, compiled on its own, and then what is left of the model."""
+    broadcast_state(model, group)
+    for owner, name, block in blocks(model):
+        # compiled by a module around it, so that hooks of the engine are not inside the frame
+        setattr(owner, name, engine.managed(compiled(block, engine.backend), group))
+    return engine.managed(model, group)
+
+
+def blocks(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    """The children of a model that have parameters, those of lists and dicts instead of the containers.
+
+    Yields:
+        The module that holds a block, its name there, and the block.
+    """
+    for name, child in list(model.named_children()):
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            yield from blocks(child)
+        elif any(True for _ in child.parameters()):
+            yield model, name, child
+
+
+def mesh_of(module: nn.Module, group: dist.ProcessGroup, rows: int = 1) -> DeviceMesh:
     """Lay a mesh over the ranks.
 
     DTensor caches meshes by their shape, with a process group that may be gone by the next run. So the mesh
     uses the default group, which stays.
     """
-    kind = next(setup.model.parameters()).device.type
-    if dist.get_world_size(setup.group) == dist.get_world_size():
-        return init_device_mesh(kind, (dist.get_world_size(),))
-    return DeviceMesh.from_group(setup.group, kind)
+    kind = next(iter(module.parameters())).device.type
+    if dist.get_world_size(group) == dist.get_world_size():
+        return _mesh(kind, rows, dist.group.WORLD)
+    return DeviceMesh.from_group(group, kind)
 
 
-def replicated(setup: Setup) -> Parallel:
-    """``replicate()``: DDP's reducer, attached to a module instead of wrapped around it."""
-    from torch.distributed._composable.replicate import replicate
+@functools.cache
+def _mesh(kind: str, rows: int, world: dist.ProcessGroup) -> DeviceMesh:
+    """Make a mesh of all ranks once: one of several rows makes groups, which stay."""
+    size = world.size()
+    if rows == 1:
+        return init_device_mesh(kind, (size,))
+    return init_device_mesh(kind, (rows, size // rows), mesh_dim_names=("replicate", "shard"))
 
-    shell: Any = replicate(_shell(setup), process_group=setup.group, **setup.ddp_kwargs)
-    broadcast_state(setup)
-    return Parallel(shell, setup.model, no_sync=lambda: _unsynchronized(shell))
+
+def required(module: str) -> Any:
+    """Import a module that not every installation has.
+
+    Raises:
+        UnsupportedError: it is missing.
+    """
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise UnsupportedError(f"{module} is not installed here: {error}") from error
 
 
-def broadcast_state(setup: Setup) -> None:
-    """Copy the first rank's parameters to every rank, as DDP does."""
-    root = dist.get_global_rank(setup.group, 0)
+def broadcast_state(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Copy the first rank's parameters and buffers to every rank, as DDP does."""
+    root = dist.get_global_rank(group, 0)
     with torch.no_grad():
-        for tensor in (*setup.model.parameters(), *setup.model.buffers()):
+        for tensor in (*model.parameters(), *model.buffers()):
             data = torch.view_as_real(tensor.data) if tensor.is_complex() else tensor.data
             whole = data.contiguous()
-            dist.broadcast(whole, root, setup.group)
+            dist.broadcast(whole, root, group)
             data.copy_(whole)

@@ -27,15 +27,15 @@ from ddpopt.cases.case import Case, step_seed
 from ddpopt.ddp.impose import imposed_plan
 from ddpopt.errors import UsageError
 from ddpopt.judge.compare import raw_bytes
+from ddpopt.judge.engine import Engine, Gives, Gradients, Named
 from ddpopt.judge.judging.record import Record, RecordedStep, unreduced
 from ddpopt.judge.meshes import has_parts, put_back
-from ddpopt.judge.modes import Gives, Mode
 from ddpopt.judge.option_cases import differing
-from ddpopt.judge.parallel import Gradients, Named, Parallel, Setup
 from ddpopt.judge.visible import Sight, form_of
 from ddpopt.judge.whole_step import whole_step
 from ddpopt.observation.compilations import Compilations
-from ddpopt.observation.observe import observe
+from ddpopt.observation.launches import Launch, LaunchMode
+from ddpopt.observation.observe import Collective, observe
 from ddpopt.step.settings import running_plan
 
 LEARNING_RATE = 0.05
@@ -65,7 +65,7 @@ class Trainer:
     Attributes:
         case: the case to train.
         place: the place of this process.
-        parallel: the model.
+        parallel: the engine with the model.
         make: makes another model with the same weights.
         other: a second model that an option trains in the same process.
         step: index of the current step.
@@ -74,17 +74,18 @@ class Trainer:
         compilations: the graphs that Dynamo compiles during the run.
     """
 
-    def __init__(self, case: Case, place: Place, make: Callable[[], Parallel]) -> None:
+    def __init__(self, case: Case, place: Place, make: Callable[[], Engine]) -> None:
         self.case = case
         self.place = place
         self.make = make
         self.parallel = make()
-        self.other: Parallel | None = None
+        self.other: Engine | None = None
         self.sight = Sight((case.inputs, case.loss), self.parallel.model)
         self.step = 0
         self.last_loss: Tensor | None = None
         self.extras: dict[str, Any] = {}
         self.compilations = Compilations()
+        self.launches: list[Launch] = []
         # two DDP modules that reduce the same gradients follow no plan
         modules = self.ddp.modules() if self.parallel.planned else ()
         planned = sum(isinstance(module, DistributedDataParallel) for module in modules) == 1
@@ -119,7 +120,7 @@ class Trainer:
     def backward(self, loss: Tensor) -> None:
         """Run a backward in the way of the mode."""
         with self.parallel.around_backward():
-            torch.autograd.backward(loss)
+            self.parallel.backward(loss)
 
 
 def plain_step(trainer: Trainer) -> None:
@@ -212,7 +213,7 @@ class Course:
     tamper: Callable[[Trainer], None] = lambda _: None
 
 
-def train(course: Course, mode: Mode, place: Place) -> Record:
+def train(course: Course, mode: Engine, place: Place) -> Record:
     """Train a case for some steps in a mode.
 
     Returns:
@@ -241,18 +242,18 @@ def train(course: Course, mode: Mode, place: Place) -> Record:
         return trainer.record
 
 
-def _make(course: Course, mode: Mode, place: Place) -> Parallel:
+def _make(course: Course, mode: Engine, place: Place) -> Engine:
     torch.manual_seed(step_seed(0, 0))
     model = course.case.model().to(place.device)
     arguments = differing(course.case, course.option.ddp_kwargs).ddp_kwargs if mode.gives != "nothing" else {}
     backend = course.backend if mode.compiles else None
     if backend is None:
         put_back(model)
-    return mode.wrap(Setup(model, place.group, backend, arguments))
+    return mode.prepared(model, place.group, backend, arguments)
 
 
 @contextlib.contextmanager
-def _watched(trainer: Trainer, mode: Mode) -> Iterator[None]:
+def _watched(trainer: Trainer, mode: Engine) -> Iterator[None]:
     """Count graphs and captures, and observe the reducer if there is one."""
     record, ddp = trainer.record, trainer.ddp
     captures = counters["compiled_autograd"]["captures"]
@@ -260,14 +261,19 @@ def _watched(trainer: Trainer, mode: Mode) -> Iterator[None]:
     if mode.observable:
         with contextlib.suppress(UsageError):  # some options leave no buckets to observe
             observation = observe(ddp)
+    unseen: Any = contextlib.nullcontext()
+    if not mode.observable and not mode.captures_backward:
+        unseen = LaunchMode(trainer.launches.append, lambda: None)
     trainer.compilations.start()
     try:
-        with observation if observation is not None else contextlib.nullcontext():
+        with observation if observation is not None else unseen:
             yield
     finally:
         trainer.compilations.stop()
         record.graphs = tuple(trainer.compilations.graphs)
+        record.promised = trainer.parallel.sends()
         record.captures = counters["compiled_autograd"]["captures"] - captures
+    record.collectives = tuple(Collective(one.op, one.nbytes, one.dtype, None) for one in trainer.launches)
     if observation is not None:
         record.iterations = observation.iterations
         record.collectives = observation.collectives
@@ -277,10 +283,10 @@ def _watched(trainer: Trainer, mode: Mode) -> Iterator[None]:
 
 def _one_step(trainer: Trainer, option: Option, take: Callable[[], None]) -> None:
     trainer.extras = {}
-    trainer.parallel.model.zero_grad(set_to_none=not option.keeps_gradients)
+    trainer.parallel.zero_grad(set_to_none=not option.keeps_gradients)
     option.before_step(trainer)
     trainer.sight.before_step(keep=option.keeps_gradients)
-    take()
+    sent = _sending(trainer, take)
     random = random_state(trainer.place.device)
     trainer.extras |= trainer.sight.after_step() | trainer.sight.settings(trainer.place.device)
     sharing, written = (None, ()) if trainer.ddp is None else trainer.sight.memory()
@@ -289,7 +295,8 @@ def _one_step(trainer: Trainer, option: Option, take: Callable[[], None]) -> Non
     if option.finish_step is not None:
         option.finish_step(trainer)
         final = trainer.parallel.gradients()
-    _update(trainer)
+    sent += _sending(trainer, functools.partial(trainer.parallel.step, LEARNING_RATE))
+    trainer.record.sent.append(sent)
     trainer.record.graphs_after.append(len(trainer.compilations.graphs))
     loss = trainer.last_loss
     if loss is None:
@@ -332,7 +339,7 @@ def _evaluate(trainer: Trainer) -> None:
             trainer.parallel.load(states[steps])
             trainer.step = max(0, steps - 1)
             trainer.extras = {}
-            trainer.parallel.model.zero_grad()
+            trainer.parallel.zero_grad()
             before = trainer.parallel.state()
             trainer.sight.before_step(keep=False)
             with without_gradients():
@@ -374,7 +381,7 @@ def _probe(trainer: Trainer, option: Option) -> None:
     record, ddp = trainer.record, trainer.ddp
     trainer.step = len(record.steps) - 1
     trainer.parallel.load(record.starts[trainer.step])
-    trainer.parallel.model.zero_grad()
+    trainer.parallel.zero_grad()
     broadcasts = ddp.require_forward_param_sync
     with trainer.parallel.no_sync():
         option.take_step(trainer)
@@ -383,14 +390,8 @@ def _probe(trainer: Trainer, option: Option) -> None:
     record.local = RecordedStep(None, {}, {}, random_state(trainer.place.device), gradients)
 
 
-def _update(trainer: Trainer) -> None:
-    """Apply plain SGD; torch's optimizers do not accept dense and sparse gradients in one call."""
-    with torch.no_grad():
-        for parameter in trainer.parallel.model.parameters():
-            if parameter.grad is not None:
-                parameter.copy_(updated(parameter, parameter.grad))
-
-
-def updated(parameter: Tensor, gradient: Tensor | None) -> Tensor:
-    """Return a parameter after the optimizer's update."""
-    return parameter if gradient is None else parameter.add(gradient, alpha=-LEARNING_RATE)
+def _sending(trainer: Trainer, act: Callable[[], None]) -> tuple[str, ...]:
+    """Do something, and return the collectives that it sends."""
+    before = len(trainer.launches)
+    act()
+    return tuple(f"{one.op} of {one.nbytes} bytes of {one.dtype}" for one in trainer.launches[before:])

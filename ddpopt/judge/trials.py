@@ -17,6 +17,7 @@ import torch
 
 from ddpopt.cases.case import Case
 from ddpopt.cases.targets import resolve
+from ddpopt.judge.engine import Engine
 from ddpopt.judge.judge import judge
 from ddpopt.judge.judging.reference import Bench, Reference, Subject
 from ddpopt.judge.meshes import Grid, Sizes, require_parts
@@ -40,12 +41,12 @@ class Request:
     Attributes:
         target: the case, or the name that it has in other processes.
         option: name of the option.
-        modes: names of the modes.
+        modes: the modes: names that other processes know, or engines.
     """
 
     target: str | Case
     option: str
-    modes: tuple[str, ...]
+    modes: tuple[str | Engine, ...]
 
 
 @dataclass(frozen=True)
@@ -133,8 +134,9 @@ def requested_trials(requests: Sequence[Request], settings: Settings) -> Iterato
     for request in requests:
         case = request.target if isinstance(request.target, str) else request.target.name
         for name in request.modes:
-            compiler = backend if mode(name).compiles else ""
-            yield Trial(case, name, request.option, compiler, Status.BROKEN)
+            engine = mode(name)
+            compiler = backend if engine.compiles else ""
+            yield Trial(case, engine.name, request.option, compiler, Status.BROKEN)
 
 
 def hardware(device: torch.device) -> str:
@@ -181,6 +183,7 @@ def _judged(
         case = in_dtype(case, getattr(torch, settings.dtype))
     require_parts(case, settings.mesh)
     grid = Grid(settings.mesh, ranks.rank, ranks.size)
+    engines = {each.name: each for each in map(mode, request.modes)}
     subject = Subject(grid.case(case), option(request.option), settings.steps, ranks.device)
     ranks.emit(Started(left[0][0], case.name, request.option, ""))
     with contextlib.ExitStack() as benches:
@@ -195,7 +198,7 @@ def _judged(
                 if reference is None:
                     trial = replace(trial, case=case.name, **impossible)
                 else:
-                    trial = judge(reference, mode(trial.mode), settings.backend)
+                    trial = judge(reference, engines[trial.mode], settings.backend)
             ranks.emit(Ended(index, trial))
             yield trial
 

@@ -319,6 +319,8 @@ class Sight:
         yield from ((name, t) for name, t in self._inputs.items() if t.is_leaf and t.requires_grad)
         counts: dict[str, int] = {}
         for tensor in self._outside.values():
+            if tensor.numel() and not tensor.untyped_storage().nbytes():
+                continue  # FSDP's: it frees a whole parameter after the backward
             # graphs of compiled code have different leaves, in a different order
             digest = hashlib.blake2b(raw_bytes(tensor), digest_size=3).hexdigest()
             name = f"{OUTSIDE} of shape {tuple(tensor.shape)}, digest {digest}"

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from ddpopt.cases.case import Call, Case, mean_square
 from ddpopt.errors import UsageError, VerificationError
+from ddpopt.judge.engine import Engine
 from ddpopt.judge.verdict import Verdict
 from ddpopt.ranks.group import one_rank
 
@@ -33,7 +34,7 @@ def assert_ddp_equal(  # noqa: PLR0913  # every part of a data-parallel step
     loss: Callable[[Any], Tensor] | None = None,
     strategy: str = "auto",
     backend: Any = "aot_eager",
-    mode: str | None = None,
+    mode: str | Engine | None = None,
     ddp_kwargs: Mapping[str, Any] | None = None,
     steps: int = 3,
 ) -> None:
@@ -50,7 +51,7 @@ def assert_ddp_equal(  # noqa: PLR0913  # every part of a data-parallel step
         loss: maps the model's output to a scalar; by default the mean of squares of all outputs.
         strategy: ddpopt's strategy: ``"split"``, ``"inline"`` or ``"auto"``.
         backend: the Dynamo backend: a name, or a callable ``(gm, example_inputs)``.
-        mode: another way to run a data-parallel step, by its name in ``ddpopt.judge.modes``.
+        mode: another way to run a data-parallel step: its name in ``ddpopt.judge.modes``, or an `Engine`.
         ddp_kwargs: arguments for ``DistributedDataParallel``.
         steps: the number of training steps; DDP's buckets are final by the third.
 

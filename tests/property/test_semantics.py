@@ -11,8 +11,8 @@ from hypothesis import event, example, given
 import ddpopt
 from ddpopt.fuzz.cases import read_model
 from ddpopt.fuzz.questions import Answer, Outcome, Setting
+from ddpopt.judge.engine import Engine
 from ddpopt.judge.judging.reference import Bench
-from ddpopt.judge.modes import Mode
 from ddpopt.planning.plan import Plan
 from ddpopt.ranks.group import Ranks
 from ddpopt.testing.drawn import DrawnModel, step
@@ -43,7 +43,7 @@ def test_a_compiled_step_has_the_effects_of_an_eager_one_and_follows_the_predict
     plans: dict[str, Plan | None] = {}
     run = Bench.run
 
-    def noted(bench: Bench, how: Mode, *more: Any, **options: Any) -> Any:
+    def noted(bench: Bench, how: Engine, *more: Any, **options: Any) -> Any:
         record = run(bench, how, *more, **options)
         plans[how.name] = getattr(record, "plan", None)
         return record

@@ -106,7 +106,7 @@ def hooks_removed(trainer: Trainer, site: Site) -> None:
         site.mark()
         return original()
 
-    trainer.parallel.around_backward = around
+    trainer.parallel.around_backward = around  # type: ignore[method-assign]  # for this run alone
 
 
 def no_sync_ignored(trainer: Trainer, site: Site) -> None:
@@ -116,7 +116,7 @@ def no_sync_ignored(trainer: Trainer, site: Site) -> None:
         site.mark()
         return nullcontext()
 
-    trainer.parallel.no_sync = nothing_skipped
+    trainer.parallel.no_sync = nothing_skipped  # type: ignore[method-assign]  # for this run alone
 
 
 def buffers_not_broadcast(trainer: Trainer, site: Site) -> None:

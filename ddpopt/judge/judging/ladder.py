@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 import torch
 
 from ddpopt.judge.compare import Difference, bitwise, communication, dense
+from ddpopt.judge.engine import Engine, updated
 from ddpopt.judge.judging.arithmetic import arithmetic
 from ddpopt.judge.judging.record import (
     BUFFER,
@@ -31,8 +32,7 @@ from ddpopt.judge.judging.record import (
     unreduced,
 )
 from ddpopt.judge.judging.reference import Reference
-from ddpopt.judge.modes import Mode
-from ddpopt.judge.trainer import updated
+from ddpopt.judge.trainer import LEARNING_RATE
 from ddpopt.judge.verdict import Finding, Measured
 from ddpopt.judge.visible import GRADIENT_OF, KEPT
 
@@ -65,7 +65,7 @@ class Ladder:
         ordered: whether a sum over ranks has only one order.
     """
 
-    def __init__(self, reference: Reference, mode: Mode, *, exact: bool, ordered: bool) -> None:
+    def __init__(self, reference: Reference, mode: Engine, *, exact: bool, ordered: bool) -> None:
         self.reference = reference
         self.mode = mode
         self.ranks = reference.bench.ranks
@@ -156,7 +156,7 @@ class Ladder:
 
     def _left_out(self, number: Number) -> str:
         """Return why a number is not compared; empty if it is."""
-        has_buffers = self.mode.gives != "nothing" or self.ranks.rank == 0
+        has_buffers = self.mode.broadcasts_buffers or self.ranks.rank == 0
         if has_buffers or number.kind is not NumberKind.FORWARD:
             return ""
         before, *_, after = self.reference.eager.starts
@@ -175,7 +175,7 @@ class Ladder:
             start = record.starts[number.step][name]
             gradient = record.steps[number.step].taken.get(name)
             if gradient is None or gradient.shape == start.shape:  # L3 reports a gradient of another shape
-                return bitwise(number.got, updated(start, gradient))
+                return bitwise(number.got, updated(start, gradient, LEARNING_RATE))
         return bitwise(number.got, number.eager)
 
 

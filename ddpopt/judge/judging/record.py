@@ -7,7 +7,7 @@ integers and counts, which `ddpopt.judge.judging.structure` compares directly.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from ddpopt.judge.compare import dense
-from ddpopt.judge.parallel import Gradients, Named
+from ddpopt.judge.engine import Gradients, Named
 from ddpopt.judge.visible import ATTRIBUTE, GRADIENT_OF, KEPT, OUTSIDE, Pairs
 from ddpopt.observation.observe import Collective, Iteration
 from ddpopt.planning.plan import Plan
@@ -98,6 +98,8 @@ class Record:
         plan: ddpopt's plan in force at the end, if there is one.
         local: the last step repeated from the same state without reduction; its gradients are extras. None if
             it was not requested.
+        sent: the collectives of each step, if the mode has no reducer to observe.
+        promised: how many collectives of each kind the engine promises for a step.
     """
 
     start: Named
@@ -114,6 +116,8 @@ class Record:
     planned: bool = False
     plan: Plan | None = None
     local: RecordedStep | None = None
+    sent: list[tuple[str, ...]] = field(default_factory=list)
+    promised: Mapping[str, int] | None = None
 
     @property
     def moments(self) -> list[RecordedStep]:

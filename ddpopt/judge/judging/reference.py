@@ -20,7 +20,9 @@ from torch import nn
 
 from ddpopt.cases.case import Case
 from ddpopt.judge.compare import Sum, bitwise, contribution, exact
+from ddpopt.judge.engine import Engine, Gradients, Named, updated
 from ddpopt.judge.judging.arithmetic import Arithmetic
+from ddpopt.judge.judging.evidence import Peer, peer_of
 from ddpopt.judge.judging.failing import Failure, failure_of, stalled, told
 from ddpopt.judge.judging.record import Record, pairs, plain
 from ddpopt.judge.judging.rounding import (
@@ -32,12 +34,10 @@ from ddpopt.judge.judging.rounding import (
     perturbed_state,
     widened,
 )
-from ddpopt.judge.judging.structure import Peer, peer_of
 from ddpopt.judge.meshes import Grid
-from ddpopt.judge.modes import LOCAL, Mode, mode
+from ddpopt.judge.modes import LOCAL, mode
 from ddpopt.judge.option_cases import in_dtype, trainable
-from ddpopt.judge.parallel import Gradients, Named
-from ddpopt.judge.trainer import Course, Option, Place, Trainer, train, updated
+from ddpopt.judge.trainer import LEARNING_RATE, Course, Option, Place, Trainer, train
 from ddpopt.ranks.group import Ranks, new_group
 
 COLLECTIVE_LIMIT_S = 20.0
@@ -99,7 +99,7 @@ class Bench:
         """Destroy the process group of the comparison."""
         dist.destroy_process_group(self.calm)
 
-    def run(self, how: Mode, backend: Any, **more: Any) -> Record | None:
+    def run(self, how: Engine, backend: Any, **more: Any) -> Record | None:
         """Train in a mode.
 
         Args:
@@ -308,5 +308,5 @@ def _written(eager: Record) -> set[str]:
         name
         for start, step in zip(eager.starts, eager.steps, strict=False)
         for name, gradient in step.taken.items()
-        if not bitwise(step.state[name], updated(start[name], gradient)).right
+        if not bitwise(step.state[name], updated(start[name], gradient, LEARNING_RATE)).right
     }

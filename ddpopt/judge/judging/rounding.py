@@ -23,10 +23,10 @@ from torch.utils._pytree import tree_map
 
 from ddpopt.cases.case import Case
 from ddpopt.judge.compare import Sum, exact
+from ddpopt.judge.engine import Named
 from ddpopt.judge.judging.arithmetic import Arithmetic, arithmetic_of
 from ddpopt.judge.judging.record import NumberKind, Record, is_rounded, left_behind, plain
 from ddpopt.judge.option_cases import cast
-from ddpopt.judge.parallel import Named
 from ddpopt.judge.trainer import on_device
 
 SAMPLES = 8

@@ -60,7 +60,7 @@ def script_of(
             "name": file.name,
             "folder": "" if folder == file.absolute().parent else str(folder),
             "module": module,
-            "compiler": name if module else repr(name),
+            "compiler": name if module else repr(name or "eager"),  # a mode may compile nothing
             "ranks": max(stage.ranks, question.rank + 1),  # enough ranks to have the inputs of that rank
             "device": device,
             "death": death,

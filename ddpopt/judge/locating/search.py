@@ -81,7 +81,7 @@ class Search:
     def climb(self, stages: Sequence[Stage]) -> None:
         """Try stages, from the lowest upwards, until one disagrees."""
         for stage in stages:
-            trial = self._trial(Try(stage), backend_of(stage.backend))
+            trial = self._trial(Try(stage), backend_of(stage.backend) if stage.backend else None)
             symptom = symptom_of(trial)
             self.known.rungs.append(rung_of(stage, trial))
             if self.question.is_shown_by(stage, symptom):

@@ -19,6 +19,8 @@ LETTERS = {Status.WRONG: "W", Status.BROKEN: "B", Status.NOT_POSSIBLE: "n"}
 """The first letter of a mark, in the order in which reasons are listed."""
 
 NOT_RUN = "."
+ACROSS = 12
+"""Modes that a grid has at most, so that it fits into 80 characters; others are in a grid below it."""
 LEGEND = "W wrong, B broken, n not possible, with the number of the reason below; . did not run"
 VARYING = re.compile(r"0x[0-9a-f]+|\d+")
 """Addresses, ports and process ids: reasons that differ only in these are one reason."""
@@ -127,10 +129,12 @@ def matrix_text(view: Overview) -> Iterator[str]:
     yield table([Column("", "right"), Column("mode"), *numbers(*Status)], legend)
     marks = {id(trial): Status.OK for _, trial in cells} | view.marks()
     for title, rows in view.grids.items():
-        drawn = [
-            (name, *(marks.get(id(row.get(column)), NOT_RUN) for column in view.columns))
-            for name, row in rows.items()
-        ]
-        yield f"{title}\n{table([Column(view.down), *numbers(*letters)], drawn)}"
+        for first in range(0, len(letters), ACROSS):
+            part = slice(first, first + ACROSS)
+            drawn = [
+                (name, *(marks.get(id(row.get(column)), NOT_RUN) for column in view.columns[part]))
+                for name, row in rows.items()
+            ]
+            yield f"{title}\n{table([Column(view.down), *numbers(*letters[part])], drawn)}"
     if view.reasons:
         yield paragraph(LEGEND, "  ")

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ddpopt.cases.case import Case
 from ddpopt.errors import UnsupportedError
+from ddpopt.judge.engine import Engine
 from ddpopt.judge.judge import judge
 from ddpopt.judge.judging.ladder import OTHER_BUFFERS, RESUMMED, Ladder, Sheet
 from ddpopt.judge.judging.record import FINAL, LOSS, PARAMETER, SEEN, Record, left_behind
@@ -20,7 +21,6 @@ from ddpopt.judge.judging.reference import Bench, Reference, Subject
 from ddpopt.judge.matrix import CASES
 from ddpopt.judge.modes import LOCAL, mode
 from ddpopt.judge.options import option
-from ddpopt.judge.parallel import Parallel
 from ddpopt.judge.trainer import Trainer
 from ddpopt.judge.verdict import Status
 from ddpopt.planning.plan import Plan
@@ -285,9 +285,9 @@ def test_a_backend_that_returns_no_output_is_wrong_and_not_a_refusal(clipped: Re
 
 
 def test_what_ddpopt_does_not_support_is_refused_by_its_name(clipped: Reference) -> None:
-    def refusing(_: object) -> Parallel:
+    def refusing(*_: object) -> Any:
         raise UnsupportedError("no buckets to plan")
 
-    trial = judge(clipped, replace(mode("whole"), wrap=refusing), "eager")
+    trial = judge(clipped, Engine(prepare=refusing), "eager")
     assert trial.status is Status.NOT_POSSIBLE
     assert trial.reason.startswith("refused: rank 0: UnsupportedError: no buckets to plan")

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from ddpopt.judge.judging.evidence import Peer, RunEvidence, peer_of
 from ddpopt.judge.judging.record import Record
 from ddpopt.judge.judging.reference import Bench, Subject
-from ddpopt.judge.judging.structure import CLAIMS, Peer, RunEvidence, peer_of, structure
+from ddpopt.judge.judging.structure import CLAIMS, structure
 from ddpopt.judge.matrix import CASES
 from ddpopt.judge.modes import mode
 from ddpopt.judge.options import option
@@ -181,6 +182,12 @@ MUTANTS: dict[str, dict[str, Change]] = {
         "a rank sends another size": with_second_sending(
             lambda sent: [replace(sent[0], nbytes=sent[0].nbytes + 4), *sent[1:]]
         ),
+    },
+    "the collectives that the engine promises": {
+        "one too few": with_got(sent=[("allreduce of 4 bytes of float32",)], promised={"allreduce": 2})
+    },
+    "the same collectives as uncompiled, in the same order": {
+        "another order": lambda e: replace(with_got(sent=[("a", "b")])(e), uncompiled=[("b", "a")])
     },
     "as many graphs as for the model alone": {"a recompile": lambda e: replace(e, alone=[1, 2, 2])},
 }

@@ -1,0 +1,85 @@
+"""Engines on ranks: right ones pass, each published bug is found, and FSDP's own rules hold."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from ddpopt.cases.case import Case
+from ddpopt.judge.matrix import CASES
+from ddpopt.judge.modes import MODES
+from ddpopt.judge.trials import Request, Settings, run_trials
+from ddpopt.judge.verdict import Status, Trial
+from ddpopt.ranks.group import joined
+from ddpopt.testing import Engine
+from tests.selftest.engines import REPORTED, Averaging, Reported
+
+PLAIN = CASES[0]
+
+
+def with_input_gradients(rank: int, step: int) -> Any:
+    args, kwargs = PLAIN.inputs(rank, step)
+    return tuple(each.requires_grad_() for each in args), kwargs
+
+
+WITH_INPUT_GRADIENTS = Case("plain", PLAIN.model, with_input_gradients, PLAIN.about, PLAIN.loss)
+
+
+def state_of_torch() -> tuple[Any, ...]:
+    """What modes change while they run."""
+    dynamo, inductor = torch._dynamo.config, torch._inductor.config
+    c10d: Any = torch.distributed  # torch does not mark its re-exports
+    return (
+        dynamo.optimize_ddp,
+        inductor.fallback_random,
+        inductor._fuse_ddp_communication,
+        torch.nn.parallel.DistributedDataParallel._active_ddp_module,
+        "torch.nn.parallel.distributed" in torch._dynamo.trace_rules.LEGACY_MOD_INLINELIST,
+        c10d.get_debug_level(),
+    )
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
+def test_every_mode_is_right_about_a_plain_model_and_leaves_torch_as_it_was(mode: Engine) -> None:
+    before = state_of_torch()
+    with joined() as ranks:
+        request = Request(WITH_INPUT_GRADIENTS, "default", (mode.name,))
+        (trial,) = run_trials(ranks, [request], Settings("aot_eager"), ())
+    if "step" in mode.name and torch.__version__ < "2.13":
+        assert trial.status is Status.NOT_POSSIBLE
+        assert "expected torch 2.13 or newer" in trial.reason
+        return
+    if trial.reason.startswith("refused"):
+        pytest.skip(trial.reason)
+    assert (trial.status, trial.findings, trial.reason) == (Status.OK, (), "")
+    assert {"L0", "L1", "L2"} & set(trial.levels)
+    names = [name for name, _ in PLAIN.model().named_parameters()]
+    measured = {"the loss", "the evaluation's output", *names}
+    assert measured <= {seen.parameter for seen in trial.measured}
+    assert state_of_torch() == before
+
+
+def judged(engine: Engine, option: str = "default", case: str = "plain") -> Trial:
+    (found,) = [each for each in CASES if each.name == case]
+    with joined() as ranks:
+        (trial,) = run_trials(ranks, [Request(found, option, (engine,))], Settings("eager"), ())
+    return trial
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("option", ["default", "accumulation", "clipping"])
+def test_a_right_engine_is_right(option: str) -> None:
+    engine = Averaging("averaging", sends=lambda: {"allreduce": 4})
+    trial = judged(engine, option)
+    assert (trial.status, trial.findings, trial.reason) == (Status.OK, (), "")
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("reported", REPORTED, ids=lambda reported: reported.report)
+def test_each_published_bug_of_an_engine_is_found(reported: Reported) -> None:
+    trial = judged(reported.engine, reported.option, reported.case)
+    found = {finding.level for finding in trial.findings}
+    assert (trial.status, set(reported.found_by) <= found) == (Status.WRONG, True), (
+        trial.reason,
+        trial.findings,
+    )
