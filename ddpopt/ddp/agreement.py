@@ -67,6 +67,20 @@ def agree(
     return payloads
 
 
+def group_name(process_group: dist.ProcessGroup) -> str:
+    """The name of a process group, and its members' ranks among all; empty for the default group."""
+    if process_group is dist.group.WORLD:
+        return ""
+    name, members = process_group.group_desc, dist.get_process_group_ranks(process_group)
+    own = process_group.group_name if name == "undefined" else name
+    return f"{own} (ranks {', '.join(map(str, members))})"
+
+
+def in_group(what: str, process_group: dist.ProcessGroup) -> str:
+    """Add the name of a process group to a description, if it is not the default group."""
+    return f"{what} in group {name}" if (name := group_name(process_group)) else what
+
+
 def announce(process_group: dist.ProcessGroup, what: str, payload: str) -> None:
     """Take this rank's turn in :func:`agree` without waiting for the others, as a rank that fails does.
 

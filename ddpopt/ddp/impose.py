@@ -6,10 +6,13 @@ first forward.
 Invariant: on every rank the buckets are those of one plan, or nothing has changed and an error says why.
 """
 
+from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 from torch import nn
 
+from ddpopt.ddp.agreement import group_name, in_group
 from ddpopt.ddp.deferral import ended_deferral
 from ddpopt.ddp.fit import ddp_module, ddp_within, require_between_iterations, require_fit
 from ddpopt.ddp.plan_exchange import exchange_plans, plan_difference, same_buckets
@@ -50,7 +53,8 @@ def impose(ddp: nn.Module, plan: Plan, *, timeout: timedelta = timedelta(seconds
     plans = exchange_plans(module.process_group, WHAT, checked_plan, timeout)
     if not same_buckets(plans):
         raise PlanMismatchError(
-            f"{WHAT}: the ranks' plans differ, so nothing was changed:\n{plan_difference(plans)}\n"
+            f"{in_group(WHAT, module.process_group)}: the ranks' plans differ, so nothing was changed:\n"
+            f"{plan_difference(plans)}\n"
             "Make the plan from the same model and the same arguments on every rank, or make it on one rank "
             "and send its to_json() to the others"
         )
@@ -65,6 +69,8 @@ def imposed_plan(ddp: nn.Module) -> Plan | None:
         ddp: the DDP module, or a module that contains it.
 
     Returns:
-        The plan; None if the module uses DDP's own buckets.
+        The plan, with the name of the module's process group; None if the module uses DDP's own buckets.
     """
-    return getattr(running_reducer(ddp_within(ddp)), "plan", None)
+    module: Any = ddp_within(ddp)
+    plan: Plan | None = getattr(running_reducer(module), "plan", None)
+    return plan and replace(plan, group=group_name(module.process_group))

@@ -11,7 +11,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from ddpopt.ddp.agreement import agree, announce
+from ddpopt.ddp.agreement import agree, announce, in_group
 from ddpopt.errors import InfrastructureError, PlanMismatchError
 from ddpopt.planning.plan import Plan
 
@@ -37,6 +37,7 @@ def exchange_plans(
         PlanMismatchError: another rank's ``decide`` raised; the message repeats its error.
         InfrastructureError: a rank did not answer in time.
     """
+    what = in_group(what, process_group)
     try:
         plan = decide()
     except Exception as error:

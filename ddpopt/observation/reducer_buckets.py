@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ddpopt.ddp.agreement import group_name
 from ddpopt.ddp.impose import imposed_plan
 from ddpopt.planning.bucket_rule import initial_buckets, specs_from_ddp
 from ddpopt.planning.limits import BucketConfig
@@ -18,7 +19,13 @@ from ddpopt.planning.reduced import bucket_members, running_reducer
 
 @dataclass(frozen=True)
 class ObservedBucket(SentTogether):
-    """A bucket as the running reducer has it."""
+    """A bucket as the running reducer has it.
+
+    Attributes:
+        group: as for `ddpopt.Plan`.
+    """
+
+    group: str = ""
 
     @property
     def numel(self) -> int:
@@ -44,6 +51,7 @@ def running_buckets(ddp: Any) -> tuple[ObservedBucket, ...]:
             nbytes=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
             dtype=str(parameters[0].dtype).removeprefix("torch."),
             device=str(parameters[0].device),
+            group=group_name(ddp.process_group),
         )
         for index, parameters in enumerate(members)
     )
@@ -51,7 +59,9 @@ def running_buckets(ddp: Any) -> tuple[ObservedBucket, ...]:
 
 def buckets_of(plan: Plan) -> tuple[ObservedBucket, ...]:
     """The buckets of a plan, as an observation shows them."""
-    return tuple(ObservedBucket(b.index, b.params, b.nbytes, b.dtype, b.device) for b in plan.buckets)
+    return tuple(
+        ObservedBucket(b.index, b.params, b.nbytes, b.dtype, b.device, plan.group) for b in plan.buckets
+    )
 
 
 def _predicted(ddp: Any) -> list[list[Tensor]]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Self, TypeVar
 
 from ddpopt.errors import UsageError
@@ -109,6 +109,8 @@ class Plan:
         unread: trainable parameters that no graph reads; each is still in a bucket.
         policy: ``"plan"`` if ddpopt decided the buckets and DDP follows them,
             ``"ddp"`` if the buckets were given and ddpopt decided only the cuts.
+        group: the process group of the DDP module that follows the plan, in words; empty for the default
+            group, and if no module follows it.
     """
 
     buckets: tuple[Bucket, ...]
@@ -116,6 +118,7 @@ class Plan:
     cuts: tuple[Cut, ...]
     unread: tuple[str, ...] = ()
     policy: Policy = "plan"
+    group: str = field(default="", compare=False)
 
     @property
     def fingerprint(self) -> str:
@@ -161,6 +164,7 @@ class Plan:
                 cuts=_read(Cut, document["cuts"]),
                 unread=tuple(document["unread"]),
                 policy=document["policy"],
+                group=document.get("group", ""),
             )
             found, stated = plan.fingerprint, document["fingerprint"]
         except (KeyError, TypeError, AttributeError) as error:

@@ -209,10 +209,11 @@ def new_group(limit_s: float, divided: Sequence[Sequence[int]] | None = None) ->
         limit_s: limit of each collective.
         divided: the members of each part, if there are several.
     """
-    timeout, parts = timedelta(seconds=limit_s), divided or [[*range(dist.get_world_size())]]
+    timeout = timedelta(seconds=limit_s)
+    c10d: Any = dist  # torch types only one of the functions
     with patch.dict(os.environ, TORCH_DIST_INIT_BARRIER="1"):
-        c10d: Any = dist  # torch does not type it
-        group: dist.ProcessGroup = c10d.new_subgroups_by_enumeration(parts, timeout)[0]
+        of_parts = divided and c10d.new_subgroups_by_enumeration(divided, timeout)
+        group: dist.ProcessGroup = of_parts[0] if of_parts else dist.new_group(timeout=timeout)
     return group
 
 
