@@ -12,6 +12,7 @@ from ddpopt.judge.trials import Request, Settings, run_trials
 from ddpopt.judge.verdict import Status, Trial
 from ddpopt.ranks.group import joined
 from ddpopt.testing import Engine
+from tests.selftest import engines
 from tests.selftest.engines import REPORTED, Averaging, Reported
 
 PLAIN = CASES[0]
@@ -77,7 +78,7 @@ def test_a_right_engine_is_right(option: str) -> None:
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("reported", REPORTED, ids=lambda reported: reported.report)
 def test_each_published_bug_of_an_engine_is_found(reported: Reported) -> None:
-    trial = judged(reported.engine, reported.option, reported.case)
+    trial = judged(getattr(engines, reported.engine)(), reported.option, reported.case)
     found = {finding.level for finding in trial.findings}
     assert (trial.status, set(reported.found_by) <= found) == (Status.WRONG, True), (
         trial.reason,

@@ -1,12 +1,15 @@
 """Published silent bugs of data-parallel engines, each an engine of a few lines that the judge has to find.
 
 The judge is also given `Averaging`, of which most of them are made: it is right.
-``python -m tests.selftest.engines > docs/engine_reports.md`` writes the page that lists them.
+``tests/data/engine_reports.json`` lists them; ``python -m tests.selftest.engines > docs/engine_reports.md``
+writes the page.
 """
 
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -72,6 +75,8 @@ class AveragesTwice(Averaging):
 
 
 class ShardsOfOneRank(FullyShardedDataParallel1):
+    compiles = False
+
     def prepare(self, model: nn.Module, group: dist.ProcessGroup) -> Callable[..., Any]:
         self.root = FullyShardedDataParallel(
             model,
@@ -84,6 +89,7 @@ class ShardsOfOneRank(FullyShardedDataParallel1):
 
 
 class ClipsItsShard(FullyShardedDataParallel1):
+    compiles = False
     clip = Engine.clip
 
 
@@ -168,15 +174,6 @@ class ExpertsNotAveraged(Averaging):
             parameter.grad.mul_(self.group.size())
 
 
-class ReplacesParameters(Engine):
-    def prepare(self, model: nn.Module, group: dist.ProcessGroup) -> Callable[..., Any]:
-        self.wrapped = DistributedDataParallel(model, process_group=group)
-        for module in model.modules():
-            for name, parameter in module.named_parameters(recurse=False):
-                setattr(module, name, nn.Parameter(parameter.detach().clone()))
-        return self.wrapped
-
-
 class IgnoresParameters(FullyShard):
     compiles = False
 
@@ -200,7 +197,7 @@ class Reported:
     Attributes:
         report: repository and number.
         upstream: what happened there, in a sentence.
-        engine: the engine that has it.
+        engine: name of the class here that has it.
         found_by: the levels that have to find it on two ranks.
         option: the option that shows it.
         case: the case of the matrix that shows it.
@@ -208,8 +205,8 @@ class Reported:
 
     report: str
     upstream: str
-    engine: Engine
-    found_by: tuple[str, ...] = ("L0", "L1")
+    engine: str
+    found_by: Sequence[str]
     option: str = "default"
     case: str = "plain"
 
@@ -220,100 +217,8 @@ class Reported:
         return f"| {link} | {self.upstream}. | {', '.join(self.found_by)} | {under} |"
 
 
-REPORTED: tuple[Reported, ...] = (
-    Reported(
-        "pytorch/pytorch#162338",
-        "gloo summed where FSDP2 asked for the average",
-        SumsOnly("sums only"),
-    ),
-    Reported(
-        "pytorch/torchtitan#2323",
-        "the loss was divided by the number of tokens on all ranks, and DDP averaged the gradients again",
-        AveragesTwice("averages twice"),
-    ),
-    Reported(
-        "pytorch/pytorch#154888",
-        "FSDP1 with shards of one rank (`HYBRID_SHARD` on N x 1 ranks) reduces nothing; torch has this bug",
-        ShardsOfOneRank("shards of one rank", compiles=False),
-    ),
-    Reported(
-        "pytorch/pytorch#72548",
-        "`clip_grad_norm_` takes the norm of a rank's own part of FSDP1's gradients; torch still does",
-        ClipsItsShard("clips its shard", compiles=False),
-        ("L2",),
-        "clipping",
-    ),
-    Reported(
-        "pytorch/pytorch#88955",
-        "FSDP1's own clipping counted each gradient once for each rank if it was not sharded",
-        CountsEachGradientOnEachRank("counts each gradient N times"),
-        ("L0",),
-        "clipping",
-    ),
-    Reported(
-        "pytorch/pytorch#73535",
-        "outside of `no_sync`, FSDP1 with parameters on the CPU replaced a gradient instead of adding to it",
-        OverwritesGradients("overwrites gradients"),
-        option="accumulation",
-    ),
-    Reported(
-        "allenai/open-instruct#1498",
-        "DeepSpeed's ZeRO-2 took every backward for the last of its step and forgot the ones before",
-        ForgetsMicroBatches("forgets micro-batches"),
-        option="accumulation",
-    ),
-    Reported(
-        "deepspeedai/DeepSpeed#8224",
-        "ZeRO-2 lost a part of the gradients of a module that is used twice in a step",
-        LosesTheSecondUse("loses the second use"),
-        case="tied",
-    ),
-    Reported(
-        "pytorch/pytorch#174862",
-        "FSDP2 set the gradient of a parameter only on the ranks that had used it",
-        OnlyWhereUsed("only where used"),
-        ("L3",),
-        "unused_somewhere",
-    ),
-    Reported(
-        "pytorch/pytorch#176076",
-        "FSDP2 never updated the last rank's part of a tied parameter that the ranks do not divide evenly",
-        LastShardOfTiedStays("last shard of a tied parameter stays"),
-        ("L0",),
-        case="tied",
-    ),
-    Reported(
-        "Lightning-AI/pytorch-lightning#20704",
-        "with `static_graph=True`, Lightning's DDP did not synchronize the first step",
-        NotInTheFirstStep("not in the first step"),
-        ("L0",),
-    ),
-    Reported(
-        "jingyaogong/minimind#854",
-        "the forward of a loss went to `ddp.module`, so DDP's reducer never ran",
-        BypassesDdp("bypasses DDP"),
-    ),
-    Reported(
-        "deepspeedai/DeepSpeed#5618",
-        "gradients of experts were not averaged, and N times too large",
-        ExpertsNotAveraged("experts are not averaged"),
-    ),
-    Reported(
-        "Lightning-AI/pytorch-lightning#17937",
-        "a model that was moved to the CPU and back no longer had the parameters that DDP listens to",
-        ReplacesParameters("replaces parameters"),
-    ),
-    Reported(
-        "areal-project/AReaL#313",
-        "gradients of parameters that FSDP does not manage stayed each rank's own, as with `ignored_params`",
-        IgnoresParameters("ignores parameters"),
-    ),
-    Reported(
-        "pytorch/pytorch#186998",
-        "after unfreezing, FSDP2 reduced in bfloat16 where float32 was asked for",
-        ReducesInBfloat16("reduces in bfloat16"),
-    ),
-)
+DATA = Path(__file__).parents[1] / "data" / "engine_reports.json"
+REPORTED = tuple(Reported(**row) for row in json.loads(DATA.read_text(encoding="utf-8")))
 
 
 def page() -> str:

@@ -1,11 +1,17 @@
-"""Public reports: the page says what the corpus says."""
+"""Public reports: the pages say what the corpus and the self-test say."""
 
 from pathlib import Path
+from typing import Any
 
-from tests.reports import page
+import pytest
 
-PAGE = Path(__file__).parents[3] / "docs" / "reports.md"
+from tests import reports
+from tests.selftest import engines
+
+DOCS = Path(__file__).parents[3] / "docs"
 
 
-def test_the_page_of_reports_is_that_of_the_corpus() -> None:
-    assert PAGE.read_text(encoding="utf-8") == page(), "run: python -m tests.reports > docs/reports.md"
+@pytest.mark.parametrize(("maker", "name"), [(reports, "reports"), (engines, "engine_reports")])
+def test_a_page_of_reports_is_that_of_its_data(maker: Any, name: str) -> None:
+    text = (DOCS / f"{name}.md").read_text(encoding="utf-8")
+    assert text == maker.page(), f"run: python -m {maker.__name__} > docs/{name}.md"
