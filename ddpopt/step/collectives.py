@@ -27,12 +27,21 @@ aten: Any = torch.ops.aten
 functional: Any = torch.ops._c10d_functional
 
 
-def digest(gm: fx.GraphModule, plans: Sequence[Plan]) -> int:
-    """A number that is equal for graphs with equal collectives; never 0."""
-    nodes = [node for node in gm.graph.nodes if str(node.target).startswith("_c10d_functional")]
-    sent = [(str(node.target), tuple(getattr(node.meta.get("val"), "shape", ()))) for node in nodes]
-    text = repr((sent, [[(each.params, each.nbytes) for each in plan.buckets] for plan in plans]))
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big") + 1
+def digests(captured: Captured, plans: Sequence[Plan]) -> dict[str, int]:
+    """For each process group, a number that is equal for graphs with equal collectives on it; never 0."""
+    nodes = [node for node in captured.gm.graph.nodes if str(node.target).startswith("_c10d_functional")]
+    found = {}
+    for group in {replica.group.group_name: None for replica in captured.replicas}:
+        own = [node for node in nodes if node.args[-1] == group]
+        sent = [(str(node.target), tuple(getattr(node.meta.get("val"), "shape", ()))) for node in own]
+        buckets = [
+            [(bucket.params, bucket.nbytes) for bucket in plan.buckets]
+            for replica, plan in zip(captured.replicas, plans, strict=True)
+            if replica.group.group_name == group
+        ]
+        text = repr((sent, buckets))
+        found[group] = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big") + 1
+    return found
 
 
 def plan_step(captured: Captured) -> tuple[Plan, ...]:

@@ -6,7 +6,7 @@ Invariant: before each step, all ranks have the same collectives, or all raise.
 import contextlib
 import linecache
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -93,14 +93,16 @@ def _of_library(path: str) -> bool:
     return path.startswith(LIBRARIES) or path.startswith("<")
 
 
-def agree(ddps: Sequence[Any], key: int, plans: Sequence[Plan], problem: Exception | None = None) -> None:
+def agree(
+    ddps: Sequence[Any], keys: Mapping[str, int], plans: Sequence[Plan], problem: Exception | None = None
+) -> None:
     """Compare this rank's step with those of the other ranks, before any of its collectives.
 
     One small all-reduce for each process group; only if ranks differ do they exchange their plans.
 
     Args:
         ddps: the DDP modules.
-        key: a digest of the step's collectives; 0 if there is a problem.
+        keys: a digest of the step's collectives on each process group; none if there is a problem.
         plans: the plan of each module; of no meaning if there is a problem.
         problem: why this rank has no plans.
 
@@ -109,7 +111,8 @@ def agree(ddps: Sequence[Any], key: int, plans: Sequence[Plan], problem: Excepti
         InfrastructureError: another rank did not answer in time.
     """
     groups = {ddp.process_group.group_name: (ddp, place) for place, ddp in enumerate(ddps)}
-    for ddp, place in groups.values():
+    for group, (ddp, place) in groups.items():
+        key = keys.get(group, 0)
         seen = torch.tensor([key, -key], device=ddp.device)
         with _disable_current_modes():  # what watches the user's program need not see it
             dist.all_reduce(seen, dist.ReduceOp.MAX, ddp.process_group)

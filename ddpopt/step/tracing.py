@@ -25,7 +25,9 @@ from torch._dynamo import polyfills
 from torch._dynamo.comptime import comptime
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.pgo import auto_dynamic
+from torch._dynamo.source import AttrSource, DictGetItemSource
 from torch._dynamo.variables import builder
+from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.constant import (
     CONSTANT_VARIABLE_FALSE,
     CONSTANT_VARIABLE_NONE,
@@ -33,7 +35,8 @@ from torch._dynamo.variables.constant import (
     ConstantVariable,
 )
 from torch._dynamo.variables.functions import UserFunctionVariable
-from torch._dynamo.variables.optimizer import OptimizerVariable
+from torch._dynamo.variables.hashable import HashableTracker
+from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch.nn.parallel import DistributedDataParallel
@@ -101,6 +104,7 @@ def traceable(seen: Seen, ddps: list[Any]) -> Iterator[None]:
             (polyfills, "accumulate_grad", accumulate),
             (torch._dynamo, "graph_break", _nothing),
             (torch.autograd, "backward", _backward),
+            (Optimizer, "zero_grad", inspect.unwrap(Optimizer.zero_grad)),
             (OutputGraph, "_validate_outputs_safe_for_autograd_nodes", _nothing),
             (builder, "OptimizerVariable", lambda value, **options: _optimizer(seen, value, options)),
             (builder, "process_automatic_dynamic", _with_changing_rates),
@@ -191,12 +195,6 @@ def _backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
         _eager_backward(tensors, *args, **kwargs)
 
 
-def _scheduled_step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    """``optimizer.step``, as a scheduler patches it."""
-    optimizer._opt_called = True
-    return type(optimizer).step(optimizer, *args, **kwargs)
-
-
 def _own_none(variable: Any, tx: Any) -> Any:
     """A gradient that the step has set to None; Dynamo would name its only None after that gradient."""
     found = _gradient(variable, tx)
@@ -208,18 +206,32 @@ class _Traced(UserDefinedObjectVariable):
 
     def generic_getattr(self, tx: Any, name: str) -> Any:
         """Look up an attribute; what Dynamo skips otherwise is traced."""
-        function = None
-        if name in ("_init_group", "zero_grad"):
-            function = inspect.unwrap(getattr(type(self.value), name))
-        elif name == "step" and hasattr(vars(self.value).get("step"), "_wrapped_by_lr_sched"):
-            function = _scheduled_step
-        if function is not None:
-            method: Any = UserFunctionVariable(function).tp_descr_get_impl(tx, self, cast("Any", None))
-            method.source = method.source_fn = None  # its defaults are not those of what Dynamo skips
-            return method
-        if name == "param_groups":  # step counts are tensors, as in any compiled optimizer
-            OptimizerVariable._set_capturable(cast("Any", self), tx)
+        own = vars(self.value).get(name)
+        if name == "_init_group":
+            return self._bound(tx, inspect.unwrap(getattr(type(self.value), name)))
+        if name == "step" and hasattr(own, "_wrapped_by_lr_sched"):
+            vars(self.value)["_opt_called"] = True  # as a scheduler's wrapper does
+            return self._bound(tx, own.__wrapped__)
+        if name == "param_groups":
+            self._count_in_tensors(tx)
         return super().generic_getattr(tx, name)
+
+    def _bound(self, tx: Any, function: Any) -> Any:
+        method: Any = UserFunctionVariable(function).tp_descr_get_impl(tx, self, cast("Any", None))
+        method.source = method.source_fn = None  # its defaults are not those of what Dynamo skips
+        return method
+
+    def _count_in_tensors(self, tx: Any) -> None:
+        """Let step counts be tensors, as in any compiled optimizer; the groups keep what they have."""
+        source: Any = AttrSource(cast("Any", self.source), "param_groups")
+        groups: Any = LazyVariableTracker.realize_all(
+            VariableTracker.build(tx, self.value.param_groups, source)
+        )
+        for group in groups.items:
+            key = HashableTracker(ConstantVariable("capturable"))
+            if key in group.items:
+                group.items[key] = ConstantVariable(True)
+                group.items[key].source = DictGetItemSource(group.source, "capturable")
 
 
 def _optimizer(seen: Seen, value: Optimizer, options: Any) -> _Traced:

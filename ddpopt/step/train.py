@@ -20,9 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from ddpopt.ddp.impose import imposed_plan
 from ddpopt.errors import DdpoptError, UsageError
 from ddpopt.planning.plan import Plan
-from ddpopt.step.collectives import digest, insert_collectives, plan_step
+from ddpopt.step.collectives import digests, insert_collectives, plan_step
 from ddpopt.step.compiling import compile_step
 from ddpopt.step.failures import WHAT, agree, told
 from ddpopt.step.fallback import Inline
@@ -60,7 +61,8 @@ class TrainStep:
         self.graphs: list[Graph] = []
         self._function = function
         self._settings = settings
-        self._compiled: Any = torch.compile(_own_copy(function), fullgraph=True, backend=self._compile)
+        self._compiled = self._uncompiled()
+        self._imposed: WeakKeyDictionary[DistributedDataParallel, Plan | None] = WeakKeyDictionary()
         self._seen = Seen()
         self._compared = False
         self._ddps: Sequence[weakref.ReferenceType[Any]] = ()
@@ -91,13 +93,19 @@ class TrainStep:
         self._swaps = self._replacements(args, kwargs) if self._settings.overrides else []
         self._compared = False
         ddps: list[Any] = []
+        if any(imposed_plan(ddp) != plan for ddp, plan in self._imposed.items()):
+            self._compiled = self._uncompiled()  # its graphs have other buckets
+            self._imposed.clear()
         try:
             with told(name), traceable(self._seen, ddps), swapped(self._swaps):
                 return self._compiled(*args, **kwargs)
         except DdpoptError as error:
             if not self._compared:  # the other ranks wait for this one
-                agree(ddps or [each for ref in self._ddps if (each := ref())], 0, (), error)
+                agree(ddps or [each for ref in self._ddps if (each := ref())], {}, (), error)
             raise
+
+    def _uncompiled(self) -> Any:
+        return torch.compile(_own_copy(self._function), fullgraph=True, backend=self._compile)
 
     def __get__(self, instance: object, owner: object = None) -> Any:
         """A step that is a method."""
@@ -129,7 +137,9 @@ class TrainStep:
         sizes = [len(plan.buckets) for plan in plans]
         logger.info("ddpopt: a train step of %d nodes, buckets: %s", len(whole.graph.nodes), sizes)
 
-        key, names = digest(whole, plans), [replica.name for replica in captured.replicas]
+        keys = digests(replace(captured, gm=whole), plans)
+        names = [replica.name for replica in captured.replicas]
+        self._imposed.update((each.ddp, imposed_plan(each.ddp)) for each in captured.replicas)
         self._ddps = refs = [weakref.ref(replica.ddp) for replica in captured.replicas]
 
         def run(*inputs: Any) -> Any:
@@ -137,7 +147,7 @@ class TrainStep:
             for name, ddp in zip(names, ddps, strict=True):
                 require_supported(name, ddp)  # a hook may be new
             self._compared = True
-            agree(ddps, key, plans)
+            agree(ddps, keys, plans)
             note_running(ddps, plans)
             with torch.no_grad():
                 return compiled(*inputs)

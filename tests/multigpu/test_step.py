@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -120,6 +121,12 @@ def cast(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
     return finished(loss, optimizer)
 
 
+def rate_within(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    for group in optimizer.param_groups:
+        group["lr"] = group["lr"] * 0.5
+    return plain(model, optimizer, x, y), optimizer.param_groups[0].get("capturable")
+
+
 def two_losses(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
     output: Any = model(x)
     near, small = nn.functional.mse_loss(output, y), output.abs().mean()
@@ -166,6 +173,18 @@ def evaluate(model: Any, _: Any, step: int) -> None:
         model.train()
 
 
+def impose(model: Any, _: Any, step: int) -> None:
+    if step == 1:
+        ddpopt.impose(model, ddpopt.plan(model.module, torch.ones(2, WIDTH), bucket_cap_mb=4 * CAP_MB))
+
+
+def schedule(_: Any, optimizer: Any, step: int) -> None:
+    if step == 0:
+        step_of = type(optimizer).step
+        optimizer.step = MethodType(lambda own: (step_of(own), step_of(own))[0], optimizer)
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+
 def regroup(_: Any, optimizer: Any, step: int) -> None:
     if step == 2:
         first, second = optimizer.param_groups
@@ -210,6 +229,9 @@ WAYS = {
     "batch size": Way(optimizer=sgd(), rows=lambda step: (6, 6, 5, 4, 7)[step], graphs=2),
     "checkpoint": Way(checkpointed, model={"drop": 0.3}),
     "regrouped": Way(optimizer=two_groups, between=regroup, graphs=3),
+    "rate within": Way(rate_within, optimizer=adam(optim.AdamW, capturable=False), tolerance=1e-4),
+    "imposed": Way(optimizer=sgd(), between=impose, graphs=2),
+    "scheduled later": Way(optimizer=sgd(), between=schedule, graphs=2),
     "forward hook later": Way(between=hook, graphs=3),
 }
 
