@@ -219,9 +219,12 @@ def verify(  # noqa: PLR0913  # one for each option of the command line
     Tolerances are derived and not guessed. Whatever is wrong is named by parameter, bucket, rank and level.
     """
     from ddpopt.cli.verification import Verification
+    from ddpopt.judge.meshes import sizes_of
 
+    sizes = sizes_of(mesh)
+    nproc = nproc if sizes is None else sizes[0] * sizes[1]
     verification = Verification(
-        nproc, backend, mode, options, steps, timeout, json, tuple(report or ()), dtype, device, mesh
+        nproc, backend, mode, options, steps, timeout, json, tuple(report or ()), dtype, device, sizes
     )
     raise typer.Exit(verification.of_target(target, given.ddp_arguments(ddp or ()), locate=locate))
 

@@ -71,9 +71,9 @@ def group_name(process_group: dist.ProcessGroup) -> str:
     """The name of a process group, and its members' ranks among all; empty for the default group."""
     if process_group is dist.group.WORLD:
         return ""
-    name, members = process_group.group_desc, dist.get_process_group_ranks(process_group)
-    own = process_group.group_name if name == "undefined" else name
-    return f"{own} (ranks {', '.join(map(str, members))})"
+    described = process_group.group_desc != "undefined"
+    name = process_group.group_desc if described else process_group.group_name
+    return f"{name} (ranks {', '.join(map(str, dist.get_process_group_ranks(process_group)))})"
 
 
 def in_group(what: str, process_group: dist.ProcessGroup) -> str:

@@ -117,5 +117,4 @@ def _put_back(held: Any, *_: Any) -> None:
     for part, parameters in held:
         for name in parameters.keys() & vars(part).keys():
             delattr(part, name)
-        part._parameters.clear()
-        part._parameters.update(parameters)
+        part._parameters = {**parameters}

@@ -47,15 +47,3 @@ def test_a_part_without_a_result_says_so_and_others_are_counted(
         "| trace | did not run | – | no result: FileNotFoundError |\n\n"
         "A model\n\n| mode | median |\n|---|---|\n| eager | 3 |\n\n"
     )  # fmt: skip
-
-
-def test_a_machine_without_a_gpu_gives_no_evidence_unless_it_is_a_dry_run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    with pytest.raises(SystemExit) as ended:
-        gpu.machine(dry_run=False)
-    assert ended.value.code == 2
-    assert "expected a GPU" in capsys.readouterr().err
-    found = gpu.machine(dry_run=True)
-    assert (found["ranks"], found["sends"], found["gpus"]) == (2, "gloo", [])
