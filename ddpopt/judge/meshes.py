@@ -91,8 +91,7 @@ class Grid:
             return
         _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]  # it has the groups of the last mesh of these sizes
         row = new_group(limit_s, self._rows)
-        names = ("copies", "parts")
-        self._mesh = DeviceMesh.from_group([group, row], kind, self._rows, mesh_dim_names=names)
+        self._mesh = DeviceMesh.from_group([group, row], kind, self._rows, mesh_dim_names=("copies", "parts"))
         try:
             yield
         finally:
