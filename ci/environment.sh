@@ -4,7 +4,8 @@
 #
 #   source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" [TEST-OR-DEV]
 #
-# Environment: VENV (default .venv, made if missing), PYTHON, TORCH_VERSION as for make.
+# Environment: VENV (default .venv, made if missing), PYTHON, TORCH_VERSION as for make. INSTALLED=1: use VENV as
+# it is.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -33,4 +34,4 @@ finish() {
   echo "$0: all steps passed"
 }
 
-make --no-print-directory "environment-${1:-test}"
+[ -n "${INSTALLED:-}" ] || make --no-print-directory "environment-${1:-test}"

@@ -220,7 +220,10 @@ def verify(  # noqa: PLR0913  # one for each option of the command line
     Tolerances are derived and not guessed. Whatever is wrong is named by parameter, bucket, rank and level.
     """
     from ddpopt.cli.verification import Verification
+    from ddpopt.judge.meshes import sizes_of
 
+    sizes = sizes_of(mesh)
+    nproc = nproc if sizes is None else sizes[0] * sizes[1]
     verification = Verification(
         nproc,
         backend,
@@ -232,7 +235,7 @@ def verify(  # noqa: PLR0913  # one for each option of the command line
         tuple(report or ()),
         dtype,
         device,
-        mesh,
+        sizes,
         tuple(engine or ()),
     )
     raise typer.Exit(verification.of_target(target, given.ddp_arguments(ddp or ()), locate=locate))

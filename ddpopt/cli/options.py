@@ -70,11 +70,7 @@ Nproc = Annotated[
 ]
 Mesh = Annotated[
     str | None,
-    typer.Option(
-        metavar="COPIESxPARTS",
-        help="Ranks as a mesh, such as 2x2, instead of --nproc: DDP over copies of the model, each of which "
-        "is split by tensor parallelism. Not with --locate.",
-    ),
+    typer.Option(metavar="COPIESxPARTS", help="Instead of --nproc, such as 2x2: DDP and tensor parallelism."),
 ]
 Backend = Annotated[
     str,

@@ -5,7 +5,6 @@ Invariant: every name is looked up before a rank is started.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +18,7 @@ from ddpopt.cli.options import chosen
 from ddpopt.judge.backends import backend_of
 from ddpopt.judge.locate import locate
 from ddpopt.judge.matrix import CASES
-from ddpopt.judge.meshes import require_parts, sizes_of
+from ddpopt.judge.meshes import Sizes, require_parts
 from ddpopt.judge.modes import engines, mode_of
 from ddpopt.judge.option_cases import differing
 from ddpopt.judge.options import OPTIONS
@@ -63,7 +62,7 @@ class Verification:
     reports: tuple[str, ...]
     dtype: str | None = None
     device: str | None = None
-    mesh: str | None = None
+    mesh: Sizes | None = None
     engines: tuple[str, ...] = ()
 
     def of_target(self, target: str, ddp_kwargs: Mapping[str, Any], *, locate: bool) -> int:
@@ -73,7 +72,7 @@ class Verification:
             The exit code.
         """
         case = resolve(target)
-        require_parts(case, self._settings.mesh)
+        require_parts(case, self.mesh)
         requests = self._requests([differing(case, ddp_kwargs) if ddp_kwargs else target])
         search = partial(self._locate, target, ddp_kwargs) if locate and self.mesh is None else None
         title = case.name
@@ -86,19 +85,14 @@ class Verification:
 
     @property
     def _settings(self) -> Settings:
-        mesh = sizes_of(self.mesh)
-        return Settings(backend_of(self.backend), self.steps, self.dtype, self.timeout_s, mesh)
-
-    @property
-    def _size(self) -> int:
-        return math.prod(self._settings.mesh or (self.nproc,))
+        return Settings(backend_of(self.backend), self.steps, self.dtype, self.timeout_s, self.mesh)
 
     def _requests(self, cases: Sequence[Any]) -> list[Request]:
         named = chosen(self.modes, [known.name for known in engines()], "--mode")
         modes = (*named, *self.engines) or (mode_of("auto"),)
         options = chosen(self.options, [known.name for known in OPTIONS], "--options")
         requests = [Request(case, name, modes) for case in cases for name in options or OPTIONS_BY_DEFAULT]
-        checked(requests, self._settings, self._size)
+        checked(requests, self._settings, self.nproc)
         return requests
 
     def _run(self, title: str, requests: list[Request], find: Callable[[Trial, int], Location] | None) -> int:
@@ -115,7 +109,7 @@ class Verification:
                     title,
                     requests,
                     self._settings,
-                    nproc=self._size,
+                    nproc=self.nproc,
                     device=self.device,
                     limit_s=self.timeout_s * (trials + len(requests)),
                     on_event=hear,

@@ -67,13 +67,12 @@ def agree(
     return payloads
 
 
-def group_name(process_group: dist.ProcessGroup) -> str:
+def group_name(group: dist.ProcessGroup) -> str:
     """The name of a process group, and its members' ranks among all; empty for the default group."""
-    if process_group is dist.group.WORLD:
+    if group is dist.group.WORLD:
         return ""
-    name, members = process_group.group_desc, dist.get_process_group_ranks(process_group)
-    own = process_group.group_name if name == "undefined" else name
-    return f"{own} (ranks {', '.join(map(str, members))})"
+    name = group.group_name if group.group_desc == "undefined" else group.group_desc
+    return f"{name} (ranks {', '.join(map(str, dist.get_process_group_ranks(group)))})"
 
 
 def in_group(what: str, process_group: dist.ProcessGroup) -> str:

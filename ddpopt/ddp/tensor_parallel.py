@@ -32,8 +32,8 @@ def keep_local(model: nn.Module) -> None:
     """
     parts: list[Any] = [*model.modules()]
     tables = [table for part in parts for table in (part._forward_pre_hooks, part._forward_hooks)]
-    hooks = [(t, key) for t in tables for key, hook in t.items() if _module_of(hook) == CONVERSION]
-    for part in parts if hooks else ():
+    found = [(t, k) for t in tables for k, hook in t.items() if getattr(hook, "__module__", "") == CONVERSION]
+    for part in parts if found else ():
         if any(hasattr(each, "placements") for each in vars(part).values()):
             raise UsageError(
                 "ddp_model: expected a module that has not run yet, got one in which torch replaced "
@@ -43,21 +43,15 @@ def keep_local(model: nn.Module) -> None:
         reads = {name: property(_reading(name, spec)) for name, spec in specs.items()}
         own = type(part)
         part.__class__ = type(own.__name__, (own,), {"__module__": own.__module__, **reads}) if reads else own
-    for table, key in hooks:
+    for table, key in found:
         del table[key]
-
-
-def _module_of(hook: object) -> str:
-    return str(getattr(hook, "__module__", ""))
 
 
 def _reading(name: str, spec: Any) -> Callable[[Any], Any]:
     from torch.distributed.tensor import DTensor  # heavy, and needed only here
 
     def read(part: Any) -> Any:
-        shape = {"shape": spec.shape, "stride": spec.stride}
-        return DTensor.from_local(
-            part._parameters[name], spec.mesh, spec.placements, run_check=False, **shape
-        )
+        local, where = part._parameters[name], (spec.mesh, spec.placements)
+        return DTensor.from_local(local, *where, shape=spec.shape, stride=spec.stride)
 
     return read

@@ -51,8 +51,6 @@ KNOWN_PACKAGES = (
     "torch.amp.", "torch.distributed.tensor.", "torch.nested.", "torch.nn.",
 )  # fmt: skip
 """Packages whose functions write only to what their names and arguments say; Dynamo knows einops."""
-OF_DTENSOR = ("redistribute", "to_local")
-"""Methods of DTensor, which ordinary tensors do not have."""
 KNOWN_BUILTINS = ("asarray", "_get_data_attr")
 """Functions of torch that are neither Python functions nor operators, and do not write."""
 UNMARKED: Mapping[str, tuple[str, ...]] = {
@@ -274,7 +272,8 @@ def _of_method(name: str) -> tuple[Signature, ...]:
     if name.startswith("__"):
         writes = getattr(operator, name.strip("_"), None) in WRITING_OPERATORS
         return (Signature(("self",), written=("self",) * writes),)
-    if (found := _of_operator(name)) or not (hasattr(torch.Tensor, name) or name in OF_DTENSOR):
+    known = hasattr(torch.Tensor, name) or name in ("redistribute", "to_local")  # the last two of DTensor
+    if (found := _of_operator(name)) or not known:
         return found
     return (Signature(("self",), written=("self",) * name.endswith("_")),)
 

@@ -91,8 +91,7 @@ class Grid:
             return
         _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]  # it has the groups of the last mesh of these sizes
         row = new_group(limit_s, self._rows)
-        names = ("copies", "parts")
-        self._mesh = DeviceMesh.from_group([group, row], kind, self._rows, mesh_dim_names=names)
+        self._mesh = DeviceMesh.from_group([group, row], kind, self._rows, mesh_dim_names=("copies", "parts"))
         try:
             yield
         finally:
@@ -117,5 +116,4 @@ def _put_back(held: Any, *_: Any) -> None:
     for part, parameters in held:
         for name in parameters.keys() & vars(part).keys():
             delattr(part, name)
-        part._parameters.clear()
-        part._parameters.update(parameters)
+        part._parameters = {**parameters}

@@ -184,11 +184,11 @@ def _judged(
     require_parts(case, settings.mesh)
     grid = Grid(settings.mesh, ranks.rank, ranks.size)
     engines = {each.name: each for each in map(mode, request.modes)}
-    subject = Subject(grid.case(case), option(request.option), settings.steps, ranks.device)
+    subject = Subject(grid.case(case), option(request.option), settings.steps, ranks.device, grid=grid)
     ranks.emit(Started(left[0][0], case.name, request.option, ""))
     with contextlib.ExitStack() as benches:
         with ranks.limited(settings.trial_limit_s, f"{case.name}: eager DDP / {request.option}"):
-            bench = Bench(subject, ranks, settings.collective_limit_s, grid)
+            bench = Bench(subject, ranks, settings.collective_limit_s)
             benches.callback(bench.close)
             reference = Reference.make(bench)
             impossible = _failed_reference(bench) if reference is None else {}

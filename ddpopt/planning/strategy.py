@@ -46,7 +46,9 @@ def why_not_inline(gm: fx.GraphModule, sources: Sources) -> str | None:
             return f"the backward of {node.name!r} communicates, and all ranks must send in the same order"
         value = example_value(node)
         nested = isinstance(value, NestedTensor) and node not in sources  # its gradients are not nested
-        if is_traceable_wrapper_subclass(value) and not nested and not _is_inner_dtensor(node):
+        crosses = node.op == "placeholder" or any(user.op == "output" for user in node.users)
+        inner = type(value).__name__ == "DTensor" and not crosses  # importing the class takes long
+        if is_traceable_wrapper_subclass(value) and not nested and not inner:
             known = [f"parameter {name!r}" for name in sources.get(node, {}).values()]
             what = known[0] if known else repr(node.name)
             return f"{what} is a {type(value).__name__}, a tensor subclass that wraps other tensors"
@@ -55,9 +57,3 @@ def why_not_inline(gm: fx.GraphModule, sources: Sources) -> str | None:
             may = "is written to in the graph" if is_known(node) else f"may be written to by {node.name!r}"
             return f"parameter {held[key]!r} {may}"
     return None
-
-
-def _is_inner_dtensor(node: fx.Node) -> bool:
-    """Whether a node's value is a DTensor (whose class is heavy to import) that stays inside the graph."""
-    crosses = node.op == "placeholder" or any(user.op == "output" for user in node.users)
-    return type(example_value(node)).__name__ == "DTensor" and not crosses

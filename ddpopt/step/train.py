@@ -141,11 +141,14 @@ class TrainStep:
         names = [replica.name for replica in captured.replicas]
         self._imposed.update((each.ddp, imposed_plan(each.ddp)) for each in captured.replicas)
         self._ddps = refs = [weakref.ref(replica.ddp) for replica in captured.replicas]
+        groups = [replica.group.group_name for replica in captured.replicas]
 
         def run(*inputs: Any) -> Any:
             ddps: list[Any] = [each() for each in refs]
             for name, ddp in zip(names, ddps, strict=True):
                 require_supported(name, ddp)  # a hook may be new
+            if [ddp.process_group.group_name for ddp in ddps] != groups:
+                raise UsageError(f"{WHAT}: a DDP module has another process group now; make the step again")
             self._compared = True
             agree(ddps, keys, plans)
             note_running(ddps, plans)

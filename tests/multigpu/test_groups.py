@@ -120,3 +120,15 @@ def test_an_error_names_the_group_of_its_module(ranks: Ranks) -> None:
     told = refusal(lambda: ddpopt.impose(ddp, plan_of(own)), PlanMismatchError)
     own_group = words(PAIRS[ranks.rank % 2], pair)
     assert told.startswith(f"ddpopt.impose in group {own_group}: the ranks' plans differ, so nothing")
+
+
+def test_a_step_whose_graph_sends_in_another_group_is_refused(ranks: Ranks) -> None:
+    pair, near = groups(*PAIRS), groups(*NEIGHBOURS)
+    (ddp,) = towers(ranks, pair)
+    x = torch.ones(2, 8, device=ranks.device)
+    step = ddpopt.train_step(lambda x: torch.autograd.backward(ddp(x).square().mean()), backend="aot_eager")
+    step(x)
+    ddp._update_process_group(near)
+    ddp.zero_grad()  # with a gradient it is another graph
+    told = refusal(lambda: step(x))
+    assert told == "ddpopt.train_step: a DDP module has another process group now; make the step again"

@@ -56,6 +56,7 @@ class Subject:
         steps: the number of training steps.
         device: the device to compute on.
         evaluates: whether the model is evaluated after the last step, which compiles it twice more.
+        grid: the place of this process; by default each rank trains a copy of the whole model.
     """
 
     case: Case
@@ -63,6 +64,7 @@ class Subject:
     steps: int
     device: torch.device
     evaluates: bool = True
+    grid: Grid | None = None
 
     @functools.cached_property
     def adapted(self) -> Case:
@@ -77,20 +79,15 @@ class Bench:
         subject: the subject to run.
         ranks: the ranks to run it on.
         collective_limit_s: how long a rank waits for its peers in a collective of the run.
-        grid: the places of these ranks; by default each trains a copy of the whole model.
     """
 
     def __init__(
-        self,
-        subject: Subject,
-        ranks: Ranks,
-        collective_limit_s: float = COLLECTIVE_LIMIT_S,
-        grid: Grid | None = None,
+        self, subject: Subject, ranks: Ranks, collective_limit_s: float = COLLECTIVE_LIMIT_S
     ) -> None:
         self.subject = subject
         self.ranks = ranks
         self.collective_limit_s = collective_limit_s
-        self.grid = grid or Grid(None, ranks.rank, ranks.size)
+        self.grid = subject.grid or Grid(None, ranks.rank, ranks.size)
         self.calm = new_group(max(collective_limit_s, CALM_LIMIT_S), self.grid.columns)
         self.failures: list[Failure] = []
         self.unevaluated = ""
