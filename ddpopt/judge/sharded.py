@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from importlib import import_module
@@ -179,11 +180,18 @@ class FullyShardedDataParallel1(Engine):
 def managed_by_block(
     engine: FullyShard | FullyShardedDataParallel1, model: nn.Module, group: dist.ProcessGroup
 ) -> nn.Module:
-    """Have an engine manage each block, compiled on its own, and then what is left of the model."""
+    """Have an engine manage each block, compiled on its own, and then what is left of the model.
+
+    Blocks that share parameters are left to the model, because FSDP manages each parameter in one place.
+    """
     broadcast_state(model, group)
-    for owner, name, block in blocks(model):
+    found = list(blocks(model))
+    owners = Counter(id(parameter) for _, _, block in found for parameter in block.parameters())
+    for owner, name, block in found:
         # compiled by a module around it, so that hooks of the engine are not inside the frame
-        setattr(owner, name, engine.managed(compiled(block, engine.backend), group))
+        made = compiled(block, engine.backend)
+        is_alone = all(owners[id(parameter)] == 1 for parameter in block.parameters())
+        setattr(owner, name, engine.managed(made, group) if is_alone else made)
     return engine.managed(model, group)
 
 
