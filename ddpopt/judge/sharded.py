@@ -186,12 +186,16 @@ def managed_by_block(
     """
     broadcast_state(model, group)
     found = list(blocks(model))
-    owners = Counter(id(parameter) for _, _, block in found for parameter in block.parameters())
-    for owner, name, block in found:
+    distinct = dict.fromkeys(block for _, _, block in found)
+    owners = Counter(id(parameter) for block in distinct for parameter in block.parameters())
+    made: dict[nn.Module, nn.Module] = {}
+    for block in distinct:
         # compiled by a module around it, so that hooks of the engine are not inside the frame
-        made = compiled(block, engine.backend)
-        is_alone = all(owners[id(parameter)] == 1 for parameter in block.parameters())
-        setattr(owner, name, engine.managed(made, group) if is_alone else made)
+        made[block] = compiled(block, engine.backend)
+        if all(owners[id(parameter)] == 1 for parameter in block.parameters()):
+            made[block] = engine.managed(made[block], group)
+    for owner, name, block in found:
+        setattr(owner, name, made[block])
     return engine.managed(model, group)
 
 
@@ -201,7 +205,9 @@ def blocks(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
     Yields:
         The module that holds a block, its name there, and the block.
     """
-    for name, child in list(model.named_children()):
+    for name, child in list(model._modules.items()):  # with modules that have two names, under both
+        if child is None:
+            continue
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             yield from blocks(child)
         elif any(True for _ in child.parameters()):
