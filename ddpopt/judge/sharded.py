@@ -186,6 +186,10 @@ def managed_by_block(
     """
     broadcast_state(model, group)
     found = list(blocks(model))
+    if engine.backend is not None and not found:
+        raise UnsupportedError(
+            f"{type(model).__name__} has no submodule with parameters to compile on its own"
+        )
     distinct = dict.fromkeys(block for _, _, block in found)
     owners = Counter(id(parameter) for block in distinct for parameter in block.parameters())
     made: dict[nn.Module, nn.Module] = {}
