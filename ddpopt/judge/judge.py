@@ -75,7 +75,7 @@ def _failed(reference: Reference, mode: Engine, backend: Any) -> dict[str, Any]:
     own = own_of(bench.failures)
     if all(failure.refused for failure in own):
         return {"reason": f"refused: {told(own)}"}
-    if backend is not None:
+    if backend is not None and not mode.observable:  # uncompiled, that is eager DDP, which is known to run
         record = bench.run(mode, None, follow=reference.eager.starts)
         if record is None and not bench.stalled:
             return {"reason": f"{mode.about} fails without compiling: {told(own_of(bench.failures))}"}
