@@ -14,7 +14,7 @@ from typing import Any, get_args
 from ddpopt.judge.compare import dense
 from ddpopt.judge.engine import Engine, Gives
 from ddpopt.judge.judging.evidence import RunEvidence
-from ddpopt.judge.judging.failing import told
+from ddpopt.judge.judging.failing import own_of, told
 from ddpopt.judge.judging.ladder import Ladder, findings, remarks, worst
 from ddpopt.judge.judging.record import Record
 from ddpopt.judge.judging.reference import Reference
@@ -72,13 +72,13 @@ def _failed(reference: Reference, mode: Engine, backend: Any) -> dict[str, Any]:
     bench = reference.bench
     if bench.stalled:
         return {"status": Status.BROKEN, "reason": bench.stalled}
-    own = [failure for failure in bench.failures if not failure.lost] or bench.failures
+    own = own_of(bench.failures)
     if all(failure.refused for failure in own):
         return {"reason": f"refused: {told(own)}"}
-    if backend is not None:
+    if backend is not None and not mode.observable:  # uncompiled, that is eager DDP, which is known to run
         record = bench.run(mode, None, follow=reference.eager.starts)
         if record is None and not bench.stalled:
-            return {"reason": f"{mode.about} fails without compiling: {told(own)}"}
+            return {"reason": f"{mode.about} fails without compiling: {told(own_of(bench.failures))}"}
     findings = tuple(Finding("run", "the step runs", failure.text, rank=failure.rank) for failure in own)
     return {"status": Status.WRONG, "findings": findings}
 

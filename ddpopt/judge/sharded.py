@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from importlib import import_module
@@ -179,11 +180,26 @@ class FullyShardedDataParallel1(Engine):
 def managed_by_block(
     engine: FullyShard | FullyShardedDataParallel1, model: nn.Module, group: dist.ProcessGroup
 ) -> nn.Module:
-    """Have an engine manage each block, compiled on its own, and then what is left of the model."""
+    """Have an engine manage each block, compiled on its own, and then what is left of the model.
+
+    Blocks that share parameters are left to the model, because FSDP manages each parameter in one place.
+    """
     broadcast_state(model, group)
-    for owner, name, block in blocks(model):
+    found = list(blocks(model))
+    if engine.backend is not None and not found:
+        raise UnsupportedError(
+            f"{type(model).__name__} has no submodule with parameters to compile on its own"
+        )
+    distinct = dict.fromkeys(block for _, _, block in found)
+    owners = Counter(id(parameter) for block in distinct for parameter in block.parameters())
+    made: dict[nn.Module, nn.Module] = {}
+    for block in distinct:
         # compiled by a module around it, so that hooks of the engine are not inside the frame
-        setattr(owner, name, engine.managed(compiled(block, engine.backend), group))
+        made[block] = compiled(block, engine.backend)
+        if all(owners[id(parameter)] == 1 for parameter in block.parameters()):
+            made[block] = engine.managed(made[block], group)
+    for owner, name, block in found:
+        setattr(owner, name, made[block])
     return engine.managed(model, group)
 
 
@@ -193,7 +209,9 @@ def blocks(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
     Yields:
         The module that holds a block, its name there, and the block.
     """
-    for name, child in list(model.named_children()):
+    for name, child in list(model._modules.items()):  # with modules that have two names, under both
+        if child is None:
+            continue
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             yield from blocks(child)
         elif any(True for _ in child.parameters()):

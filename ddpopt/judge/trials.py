@@ -19,6 +19,7 @@ from ddpopt.cases.case import Case
 from ddpopt.cases.targets import resolve
 from ddpopt.judge.engine import Engine
 from ddpopt.judge.judge import judge
+from ddpopt.judge.judging.failing import own_of
 from ddpopt.judge.judging.reference import Bench, Reference, Subject
 from ddpopt.judge.meshes import Grid, Sizes, require_parts
 from ddpopt.judge.modes import mode
@@ -207,6 +208,6 @@ def _failed_reference(bench: Bench) -> dict[str, Any]:
     """The fields of a trial for which eager DDP gives no reference."""
     if bench.stalled:
         return {"reason": f"eager DDP's own runs did not finish: {bench.stalled}"}
-    own = [failure for failure in bench.failures if not failure.lost] or bench.failures
+    own = own_of(bench.failures)
     reason = f"eager DDP itself fails here: {'; '.join(dict.fromkeys(failure.text for failure in own))}"
     return {"status": Status.NOT_POSSIBLE, "reason": reason}

@@ -88,6 +88,11 @@ def _telling(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary
     return frames[-1] if frames else None
 
 
+def own_of(failures: Sequence[Failure]) -> Sequence[Failure]:
+    """The failures that do not only report that a peer is gone; all of them if there are no others."""
+    return [failure for failure in failures if not failure.lost] or failures
+
+
 def told(failures: Sequence[Failure]) -> str:
     """The ranks' failures as text; equal texts of several ranks appear once.
 
