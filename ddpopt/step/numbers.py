@@ -69,7 +69,7 @@ def _singles(graph: fx.Graph, node: fx.Node) -> Sequence[fx.Node]:
         single.meta["val"] = value
         found.append(single)
     for user in [*node.users]:
-        user.replace_all_uses_with(found[user.args[1]])  # type: ignore[call-overload]  # it gets an item
+        user.replace_all_uses_with(found[user.args[1]])  # type: ignore[index]  # it gets an item
         graph.erase_node(user)
     graph.erase_node(node)
     return found

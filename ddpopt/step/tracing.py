@@ -206,7 +206,7 @@ class _Traced(UserDefinedObjectVariable):
 
     def generic_getattr(self, tx: Any, name: str) -> Any:
         """Look up an attribute; what Dynamo skips otherwise is traced."""
-        own = vars(self.value).get(name)
+        own: Any = vars(self.value).get(name)
         if name == "_init_group":
             return self._bound(tx, inspect.unwrap(getattr(type(self.value), name)))
         if name == "step" and hasattr(own, "_wrapped_by_lr_sched"):
@@ -225,7 +225,7 @@ class _Traced(UserDefinedObjectVariable):
         """Let step counts be tensors, as in any compiled optimizer; the groups keep what they have."""
         source: Any = AttrSource(cast("Any", self.source), "param_groups")
         groups: Any = LazyVariableTracker.realize_all(
-            VariableTracker.build(tx, self.value.param_groups, source)
+            VariableTracker.build(tx, cast("Any", self.value).param_groups, source)
         )
         for group in groups.items:
             key = HashableTracker(ConstantVariable("capturable"))
