@@ -24,8 +24,8 @@ folder=$(realpath -m "${1:-gpu-evidence}")
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" test
 root=$PWD
 export PYTHONPATH=$root
-python=$VENV/bin/python
-rm -rf "$folder/parts" && mkdir -p "$folder/parts"
+python=$(realpath -s "$VENV")/bin/python
+rm -rf "$folder"/{parts,tests.xml,judge.json,steps.json,tune.json,trace.json,page.md} && mkdir -p "$folder/parts"
 
 # part NAME SECONDS CODE COMMAND…: a step with a time limit, whose exit code and duration are kept. An exit code up
 # to CODE is an answer: 1 of the step times says that a figure is not as asked.

@@ -19,7 +19,7 @@ from ddpopt.judge.backends import backend_of
 from ddpopt.judge.locate import locate
 from ddpopt.judge.matrix import CASES
 from ddpopt.judge.meshes import Sizes, require_parts
-from ddpopt.judge.modes import engines, mode_of
+from ddpopt.judge.modes import MODES, engines, mode_of
 from ddpopt.judge.option_cases import differing
 from ddpopt.judge.options import OPTIONS
 from ddpopt.judge.report.files import show, status_line, write_report
@@ -88,7 +88,10 @@ class Verification:
         return Settings(backend_of(self.backend), self.steps, self.dtype, self.timeout_s, self.mesh)
 
     def _requests(self, cases: Sequence[Any]) -> list[Request]:
-        named = chosen(self.modes, [known.name for known in engines()], "--mode")
+        builtin = [known.name for known in MODES]
+        of_others = {*(self.modes or "").split(",")} - {*builtin}
+        known = [each.name for each in engines()] if of_others - {""} else builtin
+        named = chosen(self.modes, known, "--mode")
         modes = (*named, *self.engines) or (mode_of("auto"),)
         options = chosen(self.options, [known.name for known in OPTIONS], "--options")
         requests = [Request(case, name, modes) for case in cases for name in options or OPTIONS_BY_DEFAULT]

@@ -33,12 +33,12 @@ def keep_local(model: nn.Module) -> None:
     parts: list[Any] = [*model.modules()]
     tables = [table for part in parts for table in (part._forward_pre_hooks, part._forward_hooks)]
     found = [(t, k) for t in tables for k, hook in t.items() if getattr(hook, "__module__", "") == CONVERSION]
+    if found and any(hasattr(each, "placements") for part in parts for each in vars(part).values()):
+        raise UsageError(
+            "ddp_model: expected a module that has not run yet, got one in which torch replaced "
+            "parameters by DTensors in its first forward; compile it right after DDP is built"
+        )
     for part in parts if found else ():
-        if any(hasattr(each, "placements") for each in vars(part).values()):
-            raise UsageError(
-                "ddp_model: expected a module that has not run yet, got one in which torch replaced "
-                "parameters by DTensors in its first forward; compile it right after DDP is built"
-            )
         specs = {name: p._st_info for name, p in part._parameters.items() if hasattr(p, "_st_info")}
         reads = {name: property(_reading(name, spec)) for name, spec in specs.items()}
         own = type(part)

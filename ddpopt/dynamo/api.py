@@ -54,13 +54,13 @@ def compile(  # the public name, as in torch.compile
         RuntimeError: Inductor does not know the mode or one of the options; the message is torch's.
     """
     ddp = ddp_within(ddp_model)
-    keep_local(ddp.module)
     if any(_is_compiled(outer) and ddp in outer.modules() for outer in ddp_model.modules()):
         got = f"got {type(ddp_model).__name__}, which is; compile it only here"
         raise UsageError(f"ddp_model: expected a module that is not compiled yet, {got}")
     dynamo_backend = DdpoptBackend(backend, strategy=strategy, buckets=buckets)
     own_options = {key: v for key, v in (options.get("options") or {}).items() if key not in TORCHS_OPTIONS}
     configured(dynamo_backend.compiler, mode=options.get("mode"), options=own_options)  # checks them now
+    keep_local(ddp.module)
 
     def compiled(function: Callable[..., Any], **changed: Any) -> Any:
         given = {**options, **changed}

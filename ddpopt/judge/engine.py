@@ -188,7 +188,7 @@ class Engine:
     def prepared(
         self, model: nn.Module, group: dist.ProcessGroup, backend: Any, ddp_kwargs: Mapping[str, Any]
     ) -> Engine:
-        """Make a model data-parallel in a copy of this engine, and return that."""
+        """Make a model data-parallel in a copy of this engine, and return that; raises UsageError."""
         run = copy.copy(self)
         run.model, run.group, run.backend, run.ddp_kwargs = model, group, backend, ddp_kwargs
         made: object = run.prepare(model, group)
@@ -196,6 +196,12 @@ class Engine:
             got = type(made).__name__
             raise UsageError(f"engine {self.name!r}: expected a callable from prepare(), got {got}")
         run.call = made
+        promises = run.sends_as_uncompiled or run.sends() is not None
+        if promises and (run.observable or run.captures_backward):
+            raise UsageError(
+                f"engine {self.name!r}: collectives are promised, but with observable or captures_backward "
+                "nothing watches them; leave one of them out"
+            )
         return run
 
     @contextlib.contextmanager

@@ -13,8 +13,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ddpopt.errors import UnsupportedError
 from ddpopt.judge.engine import Engine, compiled
 from ddpopt.judge.sharded import required
+
+
+def _require_default(name: str, group: dist.ProcessGroup) -> None:
+    if group.size() != dist.get_world_size():
+        raise UnsupportedError(
+            f"{name} trains on the default group of {dist.get_world_size()} ranks only, "
+            f"got one of {group.size()}"
+        )
 
 
 class Accelerated(Engine):
@@ -27,7 +36,7 @@ class Accelerated(Engine):
 
     def prepare(self, model: nn.Module, group: dist.ProcessGroup) -> Callable[..., Any]:
         """Prepare the model and an optimizer, and compile what Accelerate returns."""
-        del group  # it uses the default one
+        _require_default(self.name, group)
         made = required("accelerate").Accelerator(cpu=next(model.parameters()).device.type == "cpu")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         self.accelerator = made
@@ -63,6 +72,7 @@ class Fabricated(Engine):
 
     def prepare(self, model: nn.Module, group: dist.ProcessGroup) -> Callable[..., Any]:
         """Set the model and an optimizer up, and compile what Fabric returns."""
+        _require_default(self.name, group)
         lightning = required("lightning.fabric")
         strategy = required("lightning.fabric.strategies").DDPStrategy(
             cluster_environment=required("lightning.fabric.plugins.environments").TorchElasticEnvironment(),

@@ -133,7 +133,7 @@ def _sent_uncompiled(reference: Reference, mode: Engine, backend: Any) -> list[t
     if backend is None or not mode.sends_as_uncompiled:
         return None
     record = reference.bench.run(mode, None, follow=reference.eager.starts)
-    return None if record is None else record.sent
+    return [] if record is None else record.sent
 
 
 def _has_gradients(eager: Record) -> bool:

@@ -34,6 +34,9 @@ def sizes_of(text: str | None) -> Sizes | None:
 
 def require_parts(case: Case, mesh: Sizes | None) -> None:
     """Check that the ranks of a mesh can share a case's model; raises UsageError if not."""
+    given: Any = mesh
+    if given is not None and not (isinstance(given, tuple) and [*map(type, given)] == [int, int]):
+        raise UsageError(f"mesh: expected (copies, parts), such as (2, 2), got {mesh!r}")
     if mesh is not None and case.parallelize is None:
         raise UsageError(
             f"mesh: expected a case that says how ranks share its model, and {case.name!r} does not; give "

@@ -10,7 +10,7 @@ import copy
 import functools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -159,6 +159,11 @@ def mode(given: str | Engine, given_as: str = "mode") -> Engine:
     """
     if isinstance(given, Engine):
         return given
+    if not isinstance(given, str):
+        raise UsageError(
+            f"{given_as}: expected a name or a ddpopt.testing.Engine, got {given!r}; of a class, give an "
+            "instance: MyEngine()"
+        )
     if ":" in given:
         return _made(given, imported(given))
     known = {each.name: each for each in MODES}
@@ -180,7 +185,17 @@ def _made(name: str, found: Any) -> Engine:
 
 @functools.cache
 def _registered() -> dict[str, Engine]:
-    return {each.name: _made(each.name, each.load()) for each in entry_points(group=REGISTERED)}
+    return {each.name: _made(each.name, _loaded(each)) for each in entry_points(group=REGISTERED)}
+
+
+def _loaded(point: EntryPoint) -> Any:
+    try:
+        return point.load()
+    except (Exception, SystemExit) as error:
+        raise UsageError(
+            f"engine {point.name!r}: cannot import {point.value!r}: {type(error).__name__}: {error}; repair "
+            "or remove the package that registers it"
+        ) from error
 
 
 def mode_of(strategy: str) -> str:

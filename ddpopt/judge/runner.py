@@ -106,9 +106,9 @@ def verify(  # noqa: PLR0913  # one for each thing that a user may choose
     """
     modes = (*_names(mode), *_names(engine)) or (mode_of(strategy),)
     settings = Settings(backend, steps, dtype, trial_limit_s, mesh)
-    nproc = nproc if mesh is None else mesh[0] * mesh[1]
     case = resolve(target)
     require_parts(case, mesh)
+    nproc = nproc if mesh is None else mesh[0] * mesh[1]
     traveling = target if isinstance(target, str) else case
     requests = [Request(traveling, name, modes) for name in _names(options)]
     checked(requests, settings, nproc)
@@ -350,7 +350,7 @@ def _verdict(title: str, size: int, trials: Iterable[Trial], device: str) -> Ver
 def _names(given: Any) -> tuple[Any, ...]:
     if given is None:
         return ()
-    return (given,) if isinstance(given, (str, Engine)) else tuple(given)
+    return (given,) if isinstance(given, (str, Engine, type)) else tuple(given)
 
 
 def checked(requests: Sequence[Request], settings: Settings, nproc: int) -> None:
@@ -373,8 +373,12 @@ def checked(requests: Sequence[Request], settings: Settings, nproc: int) -> None
     find_compiler(settings.backend)
     for one in requests:
         option(one.option)
-        for each in one.modes:
-            mode(each)
+        known = [mode(each).name for each in one.modes]
+        if twice := [name for place, name in enumerate(known) if name in known[:place]]:
+            raise UsageError(
+                f"engine: expected a name of its own for each, got {twice[0]!r} twice; give one to each, as "
+                "in Engine('mine', prepare=prepare)"
+            )
     for what, number in (("nproc", nproc), ("steps", settings.steps)):
         if number < 1:
             raise UsageError(f"{what}: expected a positive number, got {number!r}")

@@ -227,6 +227,10 @@ def mesh_of(module: nn.Module, group: dist.ProcessGroup, rows: int = 1) -> Devic
     kind = next(iter(module.parameters())).device.type
     if dist.get_world_size(group) == dist.get_world_size():
         return _mesh(kind, rows, dist.group.WORLD)
+    if rows > 1:
+        raise UnsupportedError(
+            f"{rows} rows need the default group, got one of {dist.get_world_size(group)} ranks"
+        )
     return DeviceMesh.from_group(group, kind)
 
 

@@ -271,8 +271,8 @@ def _watched(trainer: Trainer, mode: Engine) -> Iterator[None]:
     finally:
         trainer.compilations.stop()
         record.graphs = tuple(trainer.compilations.graphs)
-        record.promised = trainer.parallel.sends()
         record.captures = counters["compiled_autograd"]["captures"] - captures
+    record.promised = trainer.parallel.sends()
     record.collectives = tuple(Collective(one.op, one.nbytes, one.dtype, None) for one in trainer.launches)
     if observation is not None:
         record.iterations = observation.iterations

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ddpopt.ddp.agreement import group_name
 from ddpopt.ddp.impose import imposed_plan
 from ddpopt.planning.bucket_rule import ready_buckets
 from ddpopt.planning.limits import BucketConfig
@@ -81,7 +82,8 @@ def _plan(replica: Replica, ready: Sequence[Averaged], nodes: tuple[str, ...]) -
     names = tuple(spec.name for spec in specs)
     segment = Segment(0, 0, nodes, names, tuple(range(len(buckets))))
     known = [name for name, each in replica.ddp.module.named_parameters() if each.requires_grad]
-    return Plan(buckets, (segment,), (), tuple(name for name in known if name not in names))
+    unread = tuple(name for name in known if name not in names)
+    return Plan(buckets, (segment,), (), unread, group=group_name(replica.group))
 
 
 def insert_collectives(captured: Captured, plans: Sequence[Plan], fusion: Fusion) -> None:

@@ -135,7 +135,8 @@ def _rewritten(graph: fx.Graph, node: fx.Node, name: str, numbers: Numbers) -> b
         node.target, node.kwargs = aten.mul.Tensor, {}
         return True
     elif name == "scalar_tensor":
-        node.target, node.kwargs = aten._to_copy.default, {"dtype": node.meta["val"].dtype}
+        value = node.meta["val"]
+        node.target, node.kwargs = aten._to_copy.default, {"dtype": value.dtype, "device": value.device}
         return True
     else:
         return False

@@ -40,7 +40,7 @@ from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
+from torch.optim import Optimizer, lr_scheduler
 from torch.utils._pytree import tree_map_only
 
 from ddpopt.errors import UnsupportedError
@@ -209,7 +209,7 @@ class _Traced(UserDefinedObjectVariable):
         own: Any = vars(self.value).get(name)
         if name == "_init_group":
             return self._bound(tx, inspect.unwrap(getattr(type(self.value), name)))
-        if name == "step" and hasattr(own, "_wrapped_by_lr_sched"):
+        if name == "step" and getattr(own, "__globals__", None) is vars(lr_scheduler):
             vars(self.value)["_opt_called"] = True  # as a scheduler's wrapper does
             return self._bound(tx, own.__wrapped__)
         if name == "param_groups":

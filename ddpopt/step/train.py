@@ -145,10 +145,13 @@ class TrainStep:
 
         def run(*inputs: Any) -> Any:
             ddps: list[Any] = [each() for each in refs]
-            for name, ddp in zip(names, ddps, strict=True):
+            for name, ddp, group in zip(names, ddps, groups, strict=True):
                 require_supported(name, ddp)  # a hook may be new
-            if [ddp.process_group.group_name for ddp in ddps] != groups:
-                raise UsageError(f"{WHAT}: a DDP module has another process group now; make the step again")
+                if (now := ddp.process_group.group_name) != group:
+                    raise UsageError(
+                        f"{WHAT}: {name} has process group {now!r} now, and its graph sends in {group!r}; "
+                        "make the step again"
+                    )
             self._compared = True
             agree(ddps, keys, plans)
             note_running(ddps, plans)

@@ -50,7 +50,7 @@ def test_every_mode_is_right_about_a_plain_model_and_leaves_torch_as_it_was(mode
         assert trial.status is Status.NOT_POSSIBLE
         assert "expected torch 2.13 or newer" in trial.reason
         return
-    if trial.reason.startswith("refused"):
+    if mode.name in ("hsdp", "accelerate", "fabric") and trial.reason.startswith("refused"):
         pytest.skip(trial.reason)
     assert (trial.status, trial.findings, trial.reason) == (Status.OK, (), "")
     assert {"L0", "L1", "L2"} & set(trial.levels)

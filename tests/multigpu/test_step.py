@@ -27,7 +27,7 @@ from ddpopt.errors import DdpoptError, PlanMismatchError, UnsupportedError, Usag
 from ddpopt.ranks.group import Ranks
 
 if torch.__version__ < "2.13":
-    pytest.skip("ddpopt.train_step needs torch 2.13, and says so before", allow_module_level=True)
+    pytest.skip("ddpopt.train_step needs torch 2.13 or newer", allow_module_level=True)
 from ddpopt.step import tracing
 
 WIDTH, ROUNDS, CAP_MB = 12, 5, 6e-4

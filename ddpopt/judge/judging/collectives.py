@@ -108,7 +108,11 @@ def promised(evidence: RunEvidence) -> Broken:
 
 def as_uncompiled(evidence: RunEvidence) -> Broken:
     """Compiling neither adds, removes nor reorders collectives, where the engine promises that."""
-    for step, (got, eager) in enumerate(zip(evidence.got.sent, evidence.uncompiled or (), strict=False)):
+    if evidence.uncompiled is None:
+        return
+    if len(evidence.uncompiled) != len(evidence.got.sent):
+        yield Break("without compiling the run fails, so there is nothing to compare with")
+    for step, (got, eager) in enumerate(zip(evidence.got.sent, evidence.uncompiled, strict=False)):
         if got != eager:
             yield Break(f"sent {_listed(got)}; without compiling {_listed(eager)}", None, step)
 

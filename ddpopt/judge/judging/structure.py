@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,11 +22,6 @@ from ddpopt.judge.visible import GRADIENT_OF, form_of, is_of_last_step
 from ddpopt.judge.whole_step import WHOLE
 
 MISSING, UNTRAINED = "missing", "that of no trained parameter"
-ONE_SIDED = ("send", "recv")
-"""Between two ranks; the other ranks have none."""
-UNEVEN = ("alltoall", "all_to_all", "gather", "scatter", "barrier")
-"""Each rank may send a different number of bytes."""
-Told = TypeVar("Told")
 
 
 def structure(evidence: RunEvidence, rank: int) -> list[Finding]:

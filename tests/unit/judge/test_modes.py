@@ -1,11 +1,13 @@
 """ddpopt.judge.modes: an engine is found by its name, wherever it comes from, or refused with what to do."""
 
 from importlib.metadata import EntryPoint
+from typing import Any
 
 import pytest
 
 from ddpopt.errors import UsageError
 from ddpopt.judge import modes
+from ddpopt.judge.runner import verify
 from ddpopt.testing import Engine
 
 HERE = "tests.selftest.engines"
@@ -28,14 +30,36 @@ def test_an_engine_is_given_itself_by_a_module_or_by_an_installed_package(
     ("given", "message"),
     [
         ("eagre", "did you mean 'eager'?"),
+        (Engine, "mode: expected a name or a ddpopt.testing.Engine, got <class"),
         (f"{HERE}:HEAD", f"engine '{HERE}:HEAD': expected a ddpopt.testing.Engine, or a function without"),
         (f"{HERE}:nothing", f"module '{HERE}' has no attribute 'nothing'"),
     ],
 )
-def test_what_is_no_engine_is_refused(given: str, message: str) -> None:
+def test_what_is_no_engine_is_refused(given: Any, message: str) -> None:
     with pytest.raises(UsageError) as raised:
         modes.mode(given)
     assert message in str(raised.value)
+
+
+def test_an_installed_package_that_is_broken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = EntryPoint("theirs", "no_such_package:make", modes.REGISTERED)
+    monkeypatch.setattr(modes, "entry_points", lambda group: [entry])
+    modes._registered.cache_clear()
+    with pytest.raises(UsageError, match=r"engine 'theirs': cannot import 'no_such_package:make'.*repair or"):
+        modes.engines()
+    modes._registered.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"engine": [Engine(), Engine()]}, "expected a name of its own for each, got 'engine' twice"),
+        ({"mesh": "2x2"}, r"mesh: expected \(copies, parts\), such as \(2, 2\), got '2x2'"),
+    ],
+)
+def test_what_cannot_be_judged_is_refused_before_ranks_start(given: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        verify("tied", **given)
 
 
 def test_a_part_that_engines_do_not_have_is_refused() -> None:
