@@ -236,6 +236,10 @@ WAYS = {
 }
 
 
+BY_DAY = ("plain", "two groups", "norm", "accumulation", "autocast", "BatchNorm", "unused", "batch size")
+"""The ways that run with both fusions by day; fusions differ in how gradients are sent only."""
+
+
 def left(model: Any, optimizer: Any) -> Any:
     """Everything that training leaves."""
     state = [optimizer.state[each] for each in model.parameters() if each in optimizer.state]
@@ -269,8 +273,14 @@ def differences(ranks: Ranks, found: Any, expected: Any, tolerance: float) -> li
     return [each for each in ranks.gather(said) if each]
 
 
-@pytest.mark.parametrize("fusion", ["concat", "coalesced"])
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize(
+    ("name", "fusion"),
+    [
+        pytest.param(name, fusion, marks=() if name in BY_DAY or fusion == "concat" else pytest.mark.nightly)
+        for name in WAYS
+        for fusion in ("concat", "coalesced")
+    ],
+)
 def test_a_step_leaves_what_eager_leaves(ranks: Ranks, name: str, fusion: Any) -> None:
     way = WAYS[name]
     expected = [*trained(way, ranks, lambda step: step)]
