@@ -26,12 +26,22 @@ def _require_default(name: str, group: dist.ProcessGroup) -> None:
         )
 
 
-class Accelerated(Engine):
-    """Accelerate: ``Accelerator.prepare``, its backward, clipping and optimizer."""
+class _OfFramework(Engine):
+    """An engine whose optimizer a framework has wrapped."""
 
     compiles = True
-    accelerator: Any
     optimizer: Any
+
+    def step(self, learning_rate: float) -> None:
+        """The framework's optimizer, plain SGD."""
+        self.optimizer.param_groups[0]["lr"] = learning_rate
+        self.optimizer.step()
+
+
+class Accelerated(_OfFramework):
+    """Accelerate: ``Accelerator.prepare``, its backward, clipping and optimizer."""
+
+    accelerator: Any
     prepared_model: Any
 
     def prepare(self, model: nn.Module, group: dist.ProcessGroup) -> Callable[..., Any]:
@@ -47,11 +57,6 @@ class Accelerated(Engine):
         """Accelerate's backward."""
         self.accelerator.backward(loss)
 
-    def step(self, learning_rate: float) -> None:
-        """Accelerate's optimizer."""
-        self.optimizer.param_groups[0]["lr"] = learning_rate
-        self.optimizer.step()
-
     def clip(self, max_norm: float) -> Tensor:
         """Accelerate's clipping."""
         norm: Tensor = self.accelerator.clip_grad_norm_(self.model.parameters(), max_norm)
@@ -62,12 +67,11 @@ class Accelerated(Engine):
         return self.accelerator.no_sync(self.prepared_model)  # type: ignore[no-any-return]
 
 
-class Fabricated(Engine):
+class Fabricated(_OfFramework):
     """Lightning Fabric with its DDP strategy: ``Fabric.setup``, its backward, clipping and optimizer."""
 
-    gives, compiles = "arguments", True
+    gives = "arguments"
     fabric: Any
-    optimizer: Any
     wrapped: Any
 
     def prepare(self, model: nn.Module, group: dist.ProcessGroup) -> Callable[..., Any]:
@@ -88,11 +92,6 @@ class Fabricated(Engine):
     def backward(self, loss: Tensor) -> None:
         """Fabric's backward."""
         self.fabric.backward(loss)
-
-    def step(self, learning_rate: float) -> None:
-        """Fabric's optimizer."""
-        self.optimizer.param_groups[0]["lr"] = learning_rate
-        self.optimizer.step()
 
     def clip(self, max_norm: float) -> Tensor:
         """Fabric's clipping."""
