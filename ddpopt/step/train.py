@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from ddpopt.ddp.agreement import group_name
 from ddpopt.ddp.impose import imposed_plan
 from ddpopt.errors import DdpoptError, UsageError
 from ddpopt.planning.plan import Plan
@@ -33,6 +34,8 @@ from ddpopt.step.replicas import require_supported
 from ddpopt.step.settings import StepSettings, note_running
 from ddpopt.step.tracing import Seen, traceable
 
+DEFAULT = "default"
+"""What errors call the default group."""
 logger = logging.getLogger("ddpopt")
 
 
@@ -141,16 +144,16 @@ class TrainStep:
         names = [replica.name for replica in captured.replicas]
         self._imposed.update((each.ddp, imposed_plan(each.ddp)) for each in captured.replicas)
         self._ddps = refs = [weakref.ref(replica.ddp) for replica in captured.replicas]
-        groups = [replica.group.group_name for replica in captured.replicas]
+        groups = [group_name(replica.group) for replica in captured.replicas]
 
         def run(*inputs: Any) -> Any:
             ddps: list[Any] = [each() for each in refs]
             for name, ddp, group in zip(names, ddps, groups, strict=True):
                 require_supported(name, ddp)  # a hook may be new
-                if (now := ddp.process_group.group_name) != group:
+                if (now := group_name(ddp.process_group)) != group:
+                    now, then = now or DEFAULT, group or DEFAULT
                     raise UsageError(
-                        f"{WHAT}: {name} has process group {now!r} now, and its graph sends in {group!r}; "
-                        "make the step again"
+                        f"{WHAT}: {name} is in group {now}, but its graph sends in {then}; make it again"
                     )
             self._compared = True
             agree(ddps, keys, plans)
