@@ -16,7 +16,7 @@ from ddpopt.judge.judge import EXACT
 from ddpopt.judge.judging.arithmetic import CREDIBLE, centered_factor, tail_factor
 from ddpopt.judge.judging.rounding import SAMPLES
 from ddpopt.judge.locating.scripting import REACHED, command_of, rendered
-from ddpopt.judge.trainer import LEARNING_RATE
+from ddpopt.judge.updating import LEARNING_RATE
 
 FIRST_BUCKET_BYTES = 2**20
 """DDP's default; torch's optimizer takes no smaller cap."""

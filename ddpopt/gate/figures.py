@@ -32,8 +32,9 @@ from ddpopt.judge.judging.failing import in_words
 from ddpopt.judge.judging.record import Record
 from ddpopt.judge.judging.reference import Bench, Reference, Subject
 from ddpopt.judge.modes import mode
+from ddpopt.judge.option_cases import on_device
 from ddpopt.judge.options import option
-from ddpopt.judge.trainer import Trainer, on_device
+from ddpopt.judge.trainer import Trainer
 from ddpopt.judge.verdict import Status, Trial
 from ddpopt.planning.capture import capture
 from ddpopt.ranks.group import Ranks, new_group

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch._dynamo import trace_rules
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from ddpopt.errors import UnsupportedError, UsageError, did_you_mean
 
@@ -140,6 +141,18 @@ class Engine:
         """Run the backward of a loss."""
         torch.autograd.backward(loss)
 
+    def optimizer(self, kind: type[Optimizer], **settings: Any) -> Any:
+        """Make an optimizer of the parameters, for options that train with more than plain SGD.
+
+        Args:
+            kind: the class of the optimizer.
+            settings: its arguments besides the parameters.
+
+        Returns:
+            The optimizer, which is called between steps of this engine.
+        """
+        return kind(self.model.parameters(), **settings)
+
     def step(self, learning_rate: float) -> None:
         """Update the parameters by plain SGD, without momentum.
 
@@ -185,6 +198,10 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------ of the judge
 
+    def replaces(self, method: str) -> bool:
+        """Whether this engine has a method of its own instead of this class's."""
+        return method in vars(self) or getattr(type(self), method) is not getattr(Engine, method)
+
     def prepared(
         self, model: nn.Module, group: dist.ProcessGroup, backend: Any, ddp_kwargs: Mapping[str, Any]
     ) -> Engine:
@@ -227,6 +244,18 @@ class Engine:
             if TRACED_FOR_GOOD in trace_rules.LEGACY_MOD_INLINELIST:
                 trace_rules.LEGACY_MOD_INLINELIST.remove(TRACED_FOR_GOOD)
                 trace_rules.get_legacy_mod_inlinelist.cache_clear()
+
+
+class WithOptimizer(Engine):
+    """An engine whose parameters only its own kind of optimizer may update."""
+
+    sgd: Any = None
+
+    def step(self, learning_rate: float) -> None:
+        """Update the parameters by such an optimizer."""
+        if self.sgd is None:
+            self.sgd = self.optimizer(torch.optim.SGD, lr=learning_rate)
+        self.sgd.step()
 
 
 def updated(parameter: Tensor, gradient: Tensor | None, learning_rate: float) -> Tensor:

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ddpopt.errors import UnsupportedError
-from ddpopt.judge.engine import Engine, compiled
+from ddpopt.judge.engine import WithOptimizer, compiled
 from ddpopt.judge.sharded import required
 
 
@@ -26,32 +27,24 @@ def _require_default(name: str, group: dist.ProcessGroup) -> None:
         )
 
 
-class _OfFramework(Engine):
-    """An engine whose optimizer a framework has wrapped."""
-
-    compiles = True
-    optimizer: Any
-
-    def step(self, learning_rate: float) -> None:
-        """The framework's optimizer, plain SGD."""
-        self.optimizer.param_groups[0]["lr"] = learning_rate
-        self.optimizer.step()
-
-
-class Accelerated(_OfFramework):
+class Accelerated(WithOptimizer):
     """Accelerate: ``Accelerator.prepare``, its backward, clipping and optimizer."""
 
+    compiles = True
     accelerator: Any
     prepared_model: Any
 
     def prepare(self, model: nn.Module, group: dist.ProcessGroup) -> Callable[..., Any]:
-        """Prepare the model and an optimizer, and compile what Accelerate returns."""
+        """Prepare the model, and compile what Accelerate returns."""
         _require_default(self.name, group)
         made = required("accelerate").Accelerator(cpu=next(model.parameters()).device.type == "cpu")
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         self.accelerator = made
-        self.prepared_model, self.optimizer = made.prepare(model, optimizer)
+        self.prepared_model = made.prepare(model)
         return compiled(self.prepared_model, self.backend)
+
+    def optimizer(self, kind: type[Optimizer], **settings: Any) -> Any:
+        """Prepare an optimizer."""
+        return self.accelerator.prepare(super().optimizer(kind, **settings))
 
     def backward(self, loss: Tensor) -> None:
         """Accelerate's backward."""
@@ -67,15 +60,15 @@ class Accelerated(_OfFramework):
         return self.accelerator.no_sync(self.prepared_model)  # type: ignore[no-any-return]
 
 
-class Fabricated(_OfFramework):
-    """Lightning Fabric with its DDP strategy: ``Fabric.setup``, its backward, clipping and optimizer."""
+class Fabricated(WithOptimizer):
+    """Lightning Fabric with its DDP strategy: its backward, clipping and optimizer."""
 
-    gives = "arguments"
+    compiles, gives = True, "arguments"
     fabric: Any
     wrapped: Any
 
     def prepare(self, model: nn.Module, group: dist.ProcessGroup) -> Callable[..., Any]:
-        """Set the model and an optimizer up, and compile what Fabric returns."""
+        """Set the model up, and compile what Fabric returns."""
         _require_default(self.name, group)
         lightning = required("lightning.fabric")
         strategy = required("lightning.fabric.strategies").DDPStrategy(
@@ -86,8 +79,12 @@ class Fabricated(_OfFramework):
         made = lightning.Fabric(accelerator=kind, devices=dist.get_world_size(group), strategy=strategy)
         made.launch()
         self.fabric = made
-        self.wrapped, self.optimizer = made.setup(model, torch.optim.SGD(model.parameters(), lr=0.0))
+        self.wrapped = made.setup_module(model)
         return compiled(self.wrapped, self.backend)
+
+    def optimizer(self, kind: type[Optimizer], **settings: Any) -> Any:
+        """Set an optimizer up."""
+        return self.fabric.setup_optimizers(super().optimizer(kind, **settings))
 
     def backward(self, loss: Tensor) -> None:
         """Fabric's backward."""
@@ -95,7 +92,8 @@ class Fabricated(_OfFramework):
 
     def clip(self, max_norm: float) -> Tensor:
         """Fabric's clipping."""
-        norm: Tensor = self.fabric.clip_gradients(self.wrapped, self.optimizer, max_norm=max_norm)
+        every = super().optimizer(torch.optim.SGD, lr=0.0)  # Fabric clips what an optimizer has
+        norm: Tensor = self.fabric.clip_gradients(self.wrapped, every, max_norm=max_norm)
         return norm
 
     def no_sync(self) -> AbstractContextManager[Any]:

@@ -18,10 +18,11 @@ import torch.distributed as dist
 from torch import nn
 from torch._dynamo import compiled_autograd
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from ddpopt.cases.targets import called, imported
 from ddpopt.errors import UsageError, did_you_mean
-from ddpopt.judge.engine import Engine, compiled
+from ddpopt.judge.engine import Engine, WithOptimizer, compiled
 from ddpopt.judge.frameworks import Accelerated, Fabricated
 from ddpopt.judge.sharded import FullyShard, FullyShardedDataParallel1, Replicate, ReplicateByFsdp
 from ddpopt.planning.strategy import Strategy
@@ -96,24 +97,16 @@ class Ours(CompiledDdp):
         return made
 
 
-class Zero(CompiledDdp):
+class Zero(WithOptimizer, CompiledDdp):
     """DDP with ``ZeroRedundancyOptimizer``, whose ranks update parts and broadcast them."""
 
     observable = False
 
-    def prepare(self, model: nn.Module, group: dist.ProcessGroup) -> Callable[..., Any]:
-        """Wrap the model in DDP, and make the optimizer."""
+    def optimizer(self, kind: type[Optimizer], **settings: Any) -> Any:
+        """Divide an optimizer over the ranks."""
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
-        self.optimizer = ZeroRedundancyOptimizer(
-            model.parameters(), torch.optim.SGD, process_group=group, lr=0.0
-        )
-        return super().prepare(model, group)
-
-    def step(self, learning_rate: float) -> None:
-        """Run the optimizer."""
-        self.optimizer.param_groups[0]["lr"] = learning_rate
-        self.optimizer.step()
+        return ZeroRedundancyOptimizer(self.model.parameters(), kind, process_group=self.group, **settings)
 
 
 MODES: tuple[Engine, ...] = (

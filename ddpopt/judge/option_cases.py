@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map
 
 from ddpopt.cases.case import Case
 
@@ -166,6 +167,17 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
     return value.detach().to(wide).requires_grad_() if is_leaf else value.to(wide)
 
 
+def on_device(value: Any, device: torch.device) -> Any:
+    """Move every tensor in containers to a device; leaves stay leaves."""
+
+    def moved(leaf: Any) -> Any:
+        there = leaf.to(device) if isinstance(leaf, Tensor) else leaf
+        is_new_leaf = there is not leaf and leaf.is_leaf
+        return there.detach().requires_grad_(leaf.requires_grad) if is_new_leaf else there
+
+    return tree_map(moved, value)
+
+
 def in_dtype(case: Case, dtype: torch.dtype) -> Case:
     """Make a case compute in another dtype: its parameters, buffers and inputs."""
     to = partial(cast, dtype=dtype)
@@ -177,7 +189,7 @@ def in_dtype(case: Case, dtype: torch.dtype) -> Case:
 
     def inputs(rank: int, step: int) -> Any:
         args, kwargs = case.inputs(rank, step)
-        return torch.utils._pytree.tree_map(to, (args, dict(kwargs)))
+        return tree_map(to, (args, dict(kwargs)))
 
     return replace(case, model=model, inputs=inputs)
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from ddpopt.judge.option_cases import set_extra
-from ddpopt.judge.trainer import LEARNING_RATE, Place, Trainer
+from ddpopt.judge.trainer import Place, Trainer
+from ddpopt.judge.updating import LEARNING_RATE, SCALE
 
-SCALE = 1024.0
 MAX_NORM = 0.01
 
 # ------------------------------------------------------------------------------------------------ steps
@@ -60,7 +60,7 @@ def autocast(trainer: Trainer) -> None:
 
 def scaled(trainer: Trainer) -> None:
     """Scale the loss, as for half precision."""
-    trainer.backward(trainer.loss() * SCALE)
+    trainer.backward(trainer.updates.scaler.scale(trainer.loss()))
 
 
 def both_models(trainer: Trainer) -> None:
@@ -87,11 +87,16 @@ def clip(trainer: Trainer) -> None:
     trainer.extras["norm"] = trainer.parallel.clip(MAX_NORM)
 
 
+def overflow(trainer: Trainer) -> None:
+    """Let the scaled loss of the second step be infinite."""
+    scaler = trainer.updates.scaler
+    if trainer.step:
+        scaler.update(float("inf") if trainer.step == 1 else SCALE)
+
+
 def unscale(trainer: Trainer) -> None:
     """Divide gradients by the scale of the loss."""
-    for parameter in trainer.parallel.model.parameters():
-        if parameter.grad is not None:
-            parameter.grad.div_(SCALE)
+    trainer.updates.scaler.unscale_(trainer.updates.optimizer)
 
 
 def use_extra_somewhere(trainer: Trainer) -> None:

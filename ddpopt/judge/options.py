@@ -12,14 +12,18 @@ from typing import Any
 
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import OneCycleLR
 
 from ddpopt.judge import option_cases as cases
 from ddpopt.judge import option_steps as do
 from ddpopt.judge.modes import named
 from ddpopt.judge.trainer import Option
+from ddpopt.judge.updating import LEARNING_RATE, Recipe
 
 UNUSED = {"find_unused_parameters": True}
 STATIC = {"static_graph": True}
+MOMENTUM = {"lr": LEARNING_RATE, "momentum": 0.9, "nesterov": True, "weight_decay": 1e-2}
 VIEWS = {"gradient_as_bucket_view": True}
 
 
@@ -141,7 +145,27 @@ OPTIONS: tuple[Option, ...] = (
     Option("autocast", "forward under bfloat16 autocast", take_step=do.autocast, computes=torch.bfloat16),
     Option("clipping", "clip_grad_norm_ after each backward", finish_step=do.clip),
     Option(
-        "scaling", "the loss is scaled, and gradients unscaled", take_step=do.scaled, finish_step=do.unscale
+        "scaling",
+        "GradScaler scales the loss, differently in each step, and leaves out a step that overflows",
+        recipe=Recipe(SGD, {"lr": LEARNING_RATE}, scales=True),
+        before_step=do.overflow,
+        take_step=do.scaled,
+        finish_step=do.unscale,
+    ),
+    Option("adamw_foreach", "AdamW with foreach=True", recipe=Recipe(AdamW, {"foreach": True})),
+    Option("adamw_fused", "AdamW with fused=True", recipe=Recipe(AdamW, {"fused": True})),
+    Option(
+        "resumed",
+        "AdamW, and all steps but the first in new processes, from a checkpoint",
+        recipe=Recipe(AdamW),
+        resumes=True,
+        local=False,
+        more_graphs=True,
+    ),
+    Option(
+        "scheduled",
+        "SGD with momentum, whose learning rate a scheduler changes after each step",
+        recipe=Recipe(SGD, MOMENTUM, partial(OneCycleLR, max_lr=LEARNING_RATE, total_steps=100)),
     ),
     Option("sync_batchnorm", "BatchNorm becomes SyncBatchNorm", adapt=cases.sync_batchnorm, local=False),
     Option(

@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_map
 
 from ddpopt.cases.case import Case, step_seed
 from ddpopt.ddp.impose import imposed_plan
@@ -30,16 +29,14 @@ from ddpopt.judge.compare import raw_bytes
 from ddpopt.judge.engine import Engine, Gives, Gradients, Named
 from ddpopt.judge.judging.record import Record, RecordedStep, unreduced
 from ddpopt.judge.meshes import has_parts, put_back
-from ddpopt.judge.option_cases import differing
+from ddpopt.judge.option_cases import differing, on_device
+from ddpopt.judge.updating import Recipe, Updates
 from ddpopt.judge.visible import Sight, form_of
 from ddpopt.judge.whole_step import whole_step
 from ddpopt.observation.compilations import Compilations
 from ddpopt.observation.launches import Launch, LaunchMode
 from ddpopt.observation.observe import Collective, observe
 from ddpopt.step.settings import running_plan
-
-LEARNING_RATE = 0.05
-"""For plain SGD: large enough that a stale gradient or a missed update shows one step later."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +63,7 @@ class Trainer:
         case: the case to train.
         place: the place of this process.
         parallel: the engine with the model.
+        updates: how its parameters are updated.
         make: makes another model with the same weights.
         other: a second model that an option trains in the same process.
         step: index of the current step.
@@ -74,11 +72,12 @@ class Trainer:
         compilations: the graphs that Dynamo compiles during the run.
     """
 
-    def __init__(self, case: Case, place: Place, make: Callable[[], Engine]) -> None:
+    def __init__(self, case: Case, place: Place, make: Callable[[], Engine], recipe: Recipe | None) -> None:
         self.case = case
         self.place = place
         self.make = make
         self.parallel = make()
+        self.updates = Updates(recipe, self.parallel)
         self.other: Engine | None = None
         self.sight = Sight((case.inputs, case.loss), self.parallel.model)
         self.step = 0
@@ -148,6 +147,8 @@ class Option:
         keeps_gradients: whether gradients are zeroed in place instead of set to None.
         local: whether the reduced gradient is the mean over ranks of what the model alone computes.
         comm_dtype: the dtype in which gradients are sent, if not their own.
+        recipe: the optimizer, and what is around it; None for plain SGD.
+        resumes: whether new processes take all steps but the first, from a checkpoint.
         probes: whether one more, unreduced step may be run.
         more_graphs: whether ranks may compile more graphs than the model alone, and different ones.
         sends_as_usual: whether each step sends each bucket once, in the same order on all ranks, and the
@@ -172,22 +173,13 @@ class Option:
     keeps_gradients: bool = False
     local: bool = True
     comm_dtype: torch.dtype | None = None
+    recipe: Recipe | None = None
+    resumes: bool = False
     probes: bool = False
     more_graphs: bool = False
     sends_as_usual: bool = True
     forwards: int = 1
     computes: torch.dtype | None = None
-
-
-def on_device(value: Any, device: torch.device) -> Any:
-    """Move every tensor in containers to a device; leaves stay leaves."""
-
-    def moved(leaf: Any) -> Any:
-        there = leaf.to(device) if isinstance(leaf, Tensor) else leaf
-        is_new_leaf = there is not leaf and leaf.is_leaf
-        return there.detach().requires_grad_(leaf.requires_grad) if is_new_leaf else there
-
-    return tree_map(moved, value)
 
 
 @dataclass(frozen=True)
@@ -200,6 +192,7 @@ class Course:
         backend: the Dynamo backend, for modes that compile; None to compile nothing.
         steps: the number of steps.
         follow: parameters and buffers to start each step from; by default each step continues from the last.
+        checkpoint: the number of steps before, and the state that they left; None for a new training.
         evaluate: whether to run the model after the last step, in evaluation mode and without gradients.
         tamper: called once the model is data-parallel and configured; for injected faults.
     """
@@ -209,6 +202,7 @@ class Course:
     backend: Any
     steps: int
     follow: Sequence[Named] | None = None
+    checkpoint: Any = None
     evaluate: bool = False
     tamper: Callable[[Trainer], None] = lambda _: None
 
@@ -221,7 +215,8 @@ def train(course: Course, mode: Engine, place: Place) -> Record:
     """
     with mode.running(), contextlib.ExitStack() as stack:
         stack.callback(gc.collect)  # a DDP module and its reducer are in reference cycles through their hooks
-        trainer = Trainer(course.case, place, functools.partial(_make, course, mode, place))
+        make = functools.partial(_make, course, mode, place)
+        trainer = Trainer(course.case, place, make, course.option.recipe)
         trainer.record.follow = course.follow
         trainer.record.ignored = frozenset(getattr(trainer.ddp, "parameters_to_ignore", ()))
         course.option.configure(trainer)
@@ -230,8 +225,13 @@ def train(course: Course, mode: Engine, place: Place) -> Record:
         take: Callable[[], None] = functools.partial(course.option.take_step, trainer)
         if whole is not None:
             take = whole_step(trainer, course.option.take_step, whole)
+        first = 0
+        if course.checkpoint is not None:
+            first, state, updates = course.checkpoint
+            trainer.parallel.load(state)
+            trainer.updates.load(updates)
         with _watched(trainer, mode), course.option.around(trainer):
-            for trainer.step in range(course.option.steps(place, course.steps)):
+            for trainer.step in range(first, course.option.steps(place, course.steps)):
                 if course.follow is not None:
                     trainer.parallel.load(course.follow[trainer.step])
                 _one_step(trainer, course.option, take)
@@ -239,6 +239,8 @@ def train(course: Course, mode: Engine, place: Place) -> Record:
             _probe(trainer, course.option)
         if course.evaluate:
             _evaluate(trainer)
+        if course.option.resumes:
+            trainer.record.checkpoint = course.steps, trainer.parallel.state(), trainer.updates.state()
         return trainer.record
 
 
@@ -295,7 +297,7 @@ def _one_step(trainer: Trainer, option: Option, take: Callable[[], None]) -> Non
     if option.finish_step is not None:
         option.finish_step(trainer)
         final = trainer.parallel.gradients()
-    sent += _sending(trainer, functools.partial(trainer.parallel.step, LEARNING_RATE))
+    sent += _sending(trainer, trainer.updates.step)
     trainer.record.sent.append(sent)
     trainer.record.graphs_after.append(len(trainer.compilations.graphs))
     loss = trainer.last_loss

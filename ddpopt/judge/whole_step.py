@@ -27,8 +27,8 @@ WHOLE = "step/"
 class _Scout:
     """Notes which parts a step takes."""
 
-    def __init__(self, place: Any) -> None:
-        self.place, self.parts = place, list[int]()
+    def __init__(self, trainer: Any) -> None:
+        self.place, self.updates, self.parts = trainer.place, trainer.updates, list[int]()
         self.parallel = SimpleNamespace(no_sync=contextlib.nullcontext)
 
     def loss(self, part: int = 0) -> Tensor:
@@ -43,8 +43,9 @@ class _Scout:
 class _Captured:
     """What a step sees of its trainer while it is captured."""
 
-    def __init__(self, case: Any, ddp: Any, batches: Mapping[int, Any], place: Any) -> None:
-        self.case, self.parallel, self.place, self.batches = case, ddp, place, batches
+    def __init__(self, trainer: Any, ddp: Any, batches: Mapping[int, Any]) -> None:
+        self.case, self.place, self.updates = trainer.case, trainer.place, trainer.updates
+        self.parallel, self.batches = ddp, batches
         self.outputs: list[Any] = []
         self.last: Any = None
 
@@ -72,10 +73,9 @@ def whole_step(trainer: Any, take_step: Step, decorate: Callable[[Any], Any]) ->
     Returns:
         The function, for all steps of a run.
     """
-    case, place = trainer.case, trainer.place
 
     def step(ddp: Any, batches: Mapping[int, Any]) -> Any:
-        captured = _Captured(case, ddp, batches, place)
+        captured = _Captured(trainer, ddp, batches)
         take_step(captured)
         computed = tree_map(_is_computed, captured.outputs)
         outputs = tree_map(lambda each: each.detach() if _is_computed(each) else each, captured.outputs)
@@ -84,7 +84,7 @@ def whole_step(trainer: Any, take_step: Step, decorate: Callable[[Any], Any]) ->
     run: Any = decorate(step)
 
     def take() -> None:
-        scout = _Scout(place)
+        scout = _Scout(trainer)
         try:
             take_step(scout)
         except AttributeError as error:

@@ -68,11 +68,58 @@ def judged(engine: Engine, option: str = "default", case: str = "plain") -> Tria
 
 
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("option", ["default", "accumulation", "clipping"])
+@pytest.mark.parametrize("option", ["default", "accumulation", "clipping", "scaling", "adamw_fused"])
 def test_a_right_engine_is_right(option: str) -> None:
     engine = Averaging("averaging", sends=lambda: {"allreduce": 4})
     trial = judged(engine, option)
     assert (trial.status, trial.findings, trial.reason) == (Status.OK, (), "")
+
+
+def decaying(self: Engine, kind: Any, **settings: Any) -> Any:
+    return kind(self.model.parameters(), **{**settings, "weight_decay": 0.5})
+
+
+def forgetful(self: Engine, kind: Any, **settings: Any) -> Any:
+    """An optimizer that does not load its state."""
+    made = kind(self.model.parameters(), **settings)
+    made.load_state_dict = lambda _: None
+    return made
+
+
+def unscaled(self: Engine, kind: Any, **settings: Any) -> Any:
+    """An optimizer that a GradScaler never leaves out."""
+    made = kind(self.model.parameters(), **settings)
+    update, made._step_supports_amp_scaling = made.step, True
+
+    def step(**_: Any) -> None:
+        made.grad_scale = made.found_inf = None
+        update()
+
+    made.step = step
+    return made
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize(
+    ("option", "optimizer"),
+    [
+        ("adamw_foreach", decaying),
+        ("scheduled", decaying),
+        ("scaling", unscaled),
+        pytest.param("resumed", forgetful, marks=pytest.mark.nightly),
+    ],
+)
+def test_an_optimizer_that_updates_otherwise_is_found(option: str, optimizer: Any) -> None:
+    kind = type("Own", (Averaging,), {"optimizer": optimizer})
+    (finding, *_) = judged(kind(option), option).findings
+    assert (finding.level, str(finding.parameter)[:10]) == ("L0", "parameter "), finding.message
+
+
+@pytest.mark.world_size(2)
+def test_options_with_an_optimizer_need_an_engine_that_takes_one() -> None:
+    trial = judged(Averaging("own", step=lambda learning_rate: None), "adamw_fused")
+    assert trial.status is Status.NOT_POSSIBLE
+    assert "own has a step() of its own, but no optimizer()" in trial.reason
 
 
 @pytest.mark.world_size(2)

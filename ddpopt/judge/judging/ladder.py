@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 import torch
 
 from ddpopt.judge.compare import Difference, bitwise, communication, dense
-from ddpopt.judge.engine import Engine, updated
+from ddpopt.judge.engine import Engine
 from ddpopt.judge.judging.arithmetic import arithmetic
 from ddpopt.judge.judging.record import (
     BUFFER,
@@ -32,7 +32,7 @@ from ddpopt.judge.judging.record import (
     unreduced,
 )
 from ddpopt.judge.judging.reference import Reference
-from ddpopt.judge.trainer import LEARNING_RATE
+from ddpopt.judge.updating import repeated
 from ddpopt.judge.verdict import Finding, Measured
 from ddpopt.judge.visible import GRADIENT_OF, KEPT
 
@@ -92,6 +92,7 @@ class Ladder:
         Returns:
             What this rank found.
         """
+        self.updated = repeated(record, self.option.recipe)
         sheet = self._judged(record, self.rules)
         own = self._resummed(record, sheet) if self.rules.exact else set[str]()
         resummed = frozenset[str]().union(*self.ranks.gather(own))
@@ -124,7 +125,7 @@ class Ladder:
             if not bool(dense(number.eager).isfinite().all()):
                 sheet.say(NOT_FINITE, number.name)
             for level in levels:
-                sheet.add(level, number.step, number.name, self._compared(level, number, record))
+                sheet.add(level, number.step, number.name, self._compared(level, number))
         if record.local is not None:
             self._communicated(record, record.local, sheet)
         return sheet
@@ -164,7 +165,7 @@ class Ladder:
         change = any(not torch.equal(before[name], after[name]) for name in buffers)
         return OTHER_BUFFERS if change and number.name != LOSS else ""
 
-    def _compared(self, level: str, number: Number, record: Record) -> Difference:
+    def _compared(self, level: str, number: Number) -> Difference:
         """Compare a number at one level."""
         if level == "L2":
             return arithmetic(number.got, self.reference.arithmetic[number.step][number.name])
@@ -172,10 +173,7 @@ class Ladder:
             terms = self.reference.sums[number.step][number.name]
             return communication(number.got, terms, self.option.comm_dtype, number.eager)
         if number.kind is NumberKind.PARAMETER and (name := plain(number.name)) not in self.rules.written:
-            start = record.starts[number.step][name]
-            gradient = record.steps[number.step].taken.get(name)
-            if gradient is None or gradient.shape == start.shape:  # L3 reports a gradient of another shape
-                return bitwise(number.got, updated(start, gradient, LEARNING_RATE))
+            return bitwise(number.got, self.updated[number.step][name])
         return bitwise(number.got, number.eager)
 
 

@@ -8,7 +8,7 @@ integers and counts, which `ddpopt.judge.judging.structure` compares directly.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -100,6 +100,7 @@ class Record:
             it was not requested.
         sent: the collectives of each step, if the mode has no reducer to observe.
         promised: how many collectives of each kind the engine promises for a step.
+        checkpoint: what the run left for another one to go on from, if the option resumes.
     """
 
     start: Named
@@ -118,6 +119,16 @@ class Record:
     local: RecordedStep | None = None
     sent: list[tuple[str, ...]] = field(default_factory=list)
     promised: Mapping[str, int] | None = None
+    checkpoint: Any = None
+
+    def continued(self, other: Record) -> Record:
+        """This run and the one that went on from it."""
+        counts = [*self.graphs_after, *(len(self.graphs) + count for count in other.graphs_after)]
+        parts = ("steps", "graphs", "captures", "collectives", "elsewhere", "sent")
+        joined = {part: getattr(self, part) + getattr(other, part) for part in parts}
+        if self.iterations is not None and other.iterations is not None:
+            joined["iterations"] = self.iterations + other.iterations
+        return replace(other, start=self.start, graphs_after=counts, **joined)
 
     @property
     def moments(self) -> list[RecordedStep]:

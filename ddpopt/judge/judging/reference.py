@@ -10,7 +10,7 @@ import contextlib
 import functools
 import gc
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import nn
 
 from ddpopt.cases.case import Case
 from ddpopt.judge.compare import Sum, bitwise, contribution, exact
-from ddpopt.judge.engine import Engine, Gradients, Named, updated
+from ddpopt.judge.engine import Engine, Gradients, Named
 from ddpopt.judge.judging.arithmetic import Arithmetic
 from ddpopt.judge.judging.evidence import Peer, peer_of
 from ddpopt.judge.judging.failing import Failure, failure_of, stalled, told
@@ -37,11 +37,15 @@ from ddpopt.judge.judging.rounding import (
 from ddpopt.judge.meshes import Grid
 from ddpopt.judge.modes import LOCAL, mode
 from ddpopt.judge.option_cases import in_dtype, trainable
-from ddpopt.judge.trainer import LEARNING_RATE, Course, Option, Place, Trainer, train
+from ddpopt.judge.trainer import Course, Option, Place, Trainer, train
+from ddpopt.judge.updating import Recipe, repeated
 from ddpopt.ranks.group import Ranks, new_group
+from ddpopt.ranks.pool import launch
 
 COLLECTIVE_LIMIT_S = 20.0
 """For small models. Otherwise a rank may have to wait as long as a peer compiles."""
+RESUMED = 1
+"""Steps before a checkpoint."""
 CALM_LIMIT_S = 300.0
 """In the comparison's own group no mode can cause a failure; a rank may just be busy for a long time."""
 
@@ -112,8 +116,11 @@ class Bench:
             more.pop("case", subject.adapted),
             subject.option,
             backend,
-            subject.steps,
-            evaluate=subject.evaluates and how is not LOCAL and not self.unevaluated,
+            RESUMED if subject.option.resumes else subject.steps,
+            evaluate=subject.evaluates
+            and how is not LOCAL
+            and not self.unevaluated
+            and not subject.option.resumes,
             **more,
         )
         record, failure = None, None
@@ -131,11 +138,30 @@ class Bench:
             finally:
                 with contextlib.suppress(Exception):
                     dist.destroy_process_group(group)
+            later = replace(course, steps=subject.steps)
             # Peers learn of a failure from closed connections, so no reference to the group may remain.
             del course, group
             gc.collect()
         self.failures = [other for other in self.ranks.gather(failure) if other is not None]
+        if record is not None and not self.failures and subject.option.resumes:
+            return self._resumed(record, later, how)
         return None if self.failures else record
+
+    def _resumed(self, record: Record, course: Course, how: Engine) -> Record | None:
+        """Let new processes on the first rank's machine take the remaining steps."""
+        checkpoints = self.ranks.gather(record.checkpoint)
+        found, failure = list[Record](), None
+        if self.ranks.rank == 0:
+            device, nproc = self.subject.device.type, self.ranks.size
+            try:
+                found = launch(
+                    _resume, course, how, checkpoints, nproc=nproc, limit_s=CALM_LIMIT_S, device=device
+                )
+            except Exception as error:
+                failure = failure_of(0, error)
+        found, failure = self.ranks.gather((found, failure))[0]
+        self.failures = [failure] if failure else []
+        return record.continued(found[self.ranks.rank]) if found else None
 
     def run_eager(self, **more: Any) -> Record | None:
         """Train in eager DDP; if the model cannot be evaluated, skip that from now on."""
@@ -179,6 +205,13 @@ class Bench:
             total, magnitude, terms = own
             found[name] = Sum(total, magnitude, self.grid.size, terms)
         return found
+
+
+def _resume(ranks: Ranks, course: Course, how: Engine, checkpoints: Sequence[Any]) -> Record:
+    """Go on from a checkpoint, a task for new ranks."""
+    group: Any = dist.group.WORLD
+    place = Place(ranks.rank, ranks.size, group, ranks.device)
+    return train(replace(course, checkpoint=checkpoints[ranks.rank]), how, place)
 
 
 class SeenBuffers:
@@ -233,7 +266,8 @@ class Reference:
         self.eager = eager
         self.again = again
         self.unstable = frozenset[str]().union(*bench.ranks.gather(_changed(eager, again)))
-        self.written = frozenset[str]().union(*bench.ranks.gather(_written(eager)))
+        own = _written(eager, bench.subject.option.recipe)
+        self.written = frozenset[str]().union(*bench.ranks.gather(own))
         self.alone: Record | None = None
         self.ready = list(eager.steps[0].gradients)[::-1] if eager.steps else []
         self.sums: list[dict[str, Sum]] = []
@@ -299,11 +333,11 @@ def _changed(eager: Record, again: Record) -> set[str]:
     return {plain(n.name) for n in pairs(again, eager) if not bitwise(n.got, n.eager).right}
 
 
-def _written(eager: Record) -> set[str]:
+def _written(eager: Record, recipe: Recipe | None) -> set[str]:
     """Names of parameters that differ from the optimizer's update."""
     return {
         name
-        for start, step in zip(eager.starts, eager.steps, strict=False)
-        for name, gradient in step.taken.items()
-        if not bitwise(step.state[name], updated(start[name], gradient, LEARNING_RATE)).right
+        for step, updated in zip(eager.steps, repeated(eager, recipe), strict=True)
+        for name, expected in updated.items()
+        if not bitwise(step.state[name], expected).right
     }

@@ -26,8 +26,7 @@ from ddpopt.judge.compare import Sum, exact
 from ddpopt.judge.engine import Named
 from ddpopt.judge.judging.arithmetic import Arithmetic, arithmetic_of
 from ddpopt.judge.judging.record import NumberKind, Record, is_rounded, left_behind, plain
-from ddpopt.judge.option_cases import cast
-from ddpopt.judge.trainer import on_device
+from ddpopt.judge.option_cases import cast, on_device
 
 SAMPLES = 8
 """Number of eager steps from which rounding is learned: one unchanged, the others perturbed."""

@@ -1,0 +1,127 @@
+"""How parameters are updated: by plain SGD, or by an optimizer of torch with what a training puts around it.
+
+Invariant: `repeated` computes what the optimizer made of the gradients of a run, bit by bit, if nothing else
+wrote to the parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ddpopt.errors import UnsupportedError
+from ddpopt.judge.engine import Engine, Named
+from ddpopt.judge.judging.record import Record
+
+LEARNING_RATE = 0.05
+"""For plain SGD: large enough that a stale gradient or a missed update shows one step later."""
+SCALE = 1024.0
+"""Of the loss in the first step; it doubles after each."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """An optimizer, and what a training puts around it.
+
+    Attributes:
+        kind: the class of the optimizer.
+        settings: its arguments besides the parameters.
+        schedule: makes a scheduler, which is stepped after each step.
+        scales: whether a ``GradScaler`` scales the loss, and leaves out steps whose gradients are not finite.
+    """
+
+    kind: type[Optimizer]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    schedule: Callable[[Any], Any] | None = None
+    scales: bool = False
+
+
+class Updates:
+    """The updates of one run.
+
+    Args:
+        recipe: how to update; None for plain SGD without an optimizer.
+        engine: the engine, with its model.
+
+    Attributes:
+        optimizer: the optimizer, if there is one.
+        scaler: the ``GradScaler``, if there is one.
+
+    Raises:
+        UnsupportedError: the engine has updates of its own.
+    """
+
+    def __init__(self, recipe: Recipe | None, engine: Engine) -> None:
+        self._engine = engine
+        self.optimizer: Any = None
+        self.scaler: Any = None
+        self._schedule: Any = None
+        if recipe is None:
+            return
+        if engine.replaces("step") and not engine.replaces("optimizer"):
+            raise UnsupportedError(f"{engine.name} has a step() of its own, but no optimizer()")
+        self.optimizer = engine.optimizer(recipe.kind, **recipe.settings)
+        if recipe.schedule is not None:
+            self._schedule = recipe.schedule(self.optimizer)
+        if recipe.scales:
+            kind = next(engine.model.parameters()).device.type
+            self.scaler = torch.amp.GradScaler(kind, SCALE, growth_interval=1)
+
+    def step(self) -> None:
+        """Update the parameters."""
+        if self.optimizer is None:
+            self._engine.step(LEARNING_RATE)
+        elif self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        if self._schedule is not None:
+            self._schedule.step()
+
+    def state(self) -> list[Any]:
+        """What a checkpoint has of the updates."""
+        return [part and part.state_dict() for part in self._parts]
+
+    def load(self, state: list[Any]) -> None:
+        """Go on from a checkpoint."""
+        for part, saved in zip(self._parts, state, strict=True):
+            if part is not None:
+                part.load_state_dict(saved)
+
+    @property
+    def _parts(self) -> tuple[Any, ...]:
+        return self.optimizer, self.scaler, self._schedule
+
+
+def repeated(record: Record, recipe: Recipe | None) -> list[Named]:
+    """The trained parameters after each step of a run, as the gradients that it took alone make them.
+
+    A gradient without its parameter's shape and dtype counts as missing.
+    """
+    names = [*record.steps[0].gradients] if record.steps else []
+    engine = Engine()
+    engine.model = nn.ParameterList(record.start[name].clone() for name in names)
+    scales = recipe is not None and recipe.scales
+    updates = Updates(replace(recipe, scales=False) if recipe else None, engine)
+    found = []
+    for start, step in zip(record.starts, record.steps, strict=False):
+        for name, parameter in zip(names, engine.model.parameters(), strict=True):
+            parameter.data, gradient = start[name].clone(), step.taken.get(name)
+            fits = gradient is not None and (gradient.shape, gradient.dtype) == (
+                start[name].shape,
+                start[name].dtype,
+            )
+            parameter.grad = gradient.clone() if gradient is not None and fits else None
+        gradients = [p.grad for p in engine.model.parameters() if p.grad is not None]
+        if not scales or all(bool(gradient.isfinite().all()) for gradient in gradients):
+            updates.step()
+        found.append(
+            {name: p.detach().clone() for name, p in zip(names, engine.model.parameters(), strict=True)}
+        )
+    return found
