@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ load_profiles()
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # Else texts that tests hold would be as narrow as the terminal that the tests are run in.
 os.environ["COLUMNS"] = "80"
+# Older releases of torch lack private names that these modules import, and train_step refuses them.
+collect_ignore_glob = ["ddpopt/step/*"] if version("torch") < "2.13" else []
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
