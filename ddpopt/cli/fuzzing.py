@@ -56,9 +56,11 @@ def planned(  # one for each option of the command line
     from ddpopt.fuzz.questions import MODES
     from ddpopt.fuzz.stream import Source, fingerprint
     from ddpopt.judge.backends import backend_of
+    from ddpopt.judge.modes import mode as engine_of
     from ddpopt.testing.drawn import known_features
 
-    modes = chosen(mode, MODES, "--mode") or OWN
+    named = (mode or ",".join(OWN)).split(",")
+    modes = MODES if mode == "all" else tuple(engine_of(name, "--mode").name for name in named)
     backend_of(backend)
     left_out = chosen(without, sorted(known_features()), "--without")
     shard = int(os.environ.get("RANK") or 0)

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from ddpopt.errors import UsageError
-from ddpopt.fuzz.questions import MODES, STANDALONE, WHOLE, Answer, Outcome, Setting, Task
+from ddpopt.fuzz.questions import STANDALONE, WHOLE, Answer, Outcome, Setting, Task
 from ddpopt.fuzz.signatures import FailureSignature
+from ddpopt.judge.modes import mode
 from ddpopt.testing.drawn import DrawnModel, step
 
 VERSION = 1
@@ -30,7 +31,7 @@ class FoundCase:
 
     Attributes:
         model: the model.
-        mode: name of the mode, from `ddpopt.fuzz.questions.MODES`.
+        mode: name of the mode, as for `ddpopt.judge.modes.mode`.
         setting: how it was run.
         signature: signature of the failure.
         kind: whether the mode is wrong, or the backend.
@@ -115,10 +116,9 @@ class FoundCase:
             data.pop("features")
             model, setting = read_model(data.pop("model")), Setting(**data.pop("setting"))
             signature, kind = FailureSignature(**data.pop("signature")), Outcome(data.pop("kind"))
-            if data["mode"] not in MODES:
-                raise ValueError(f"expected one of the modes {', '.join(MODES)}, got {data['mode']!r}")
+            mode(data["mode"])  # else there is no such engine here
             case = FoundCase(model=model, setting=setting, signature=signature, kind=kind, **data)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, UsageError) as error:
             words = f"{type(error).__name__}: {error}"
             raise UsageError(
                 f"{name}: expected a case that 'ddpopt fuzz' wrote, got something else: {words}"

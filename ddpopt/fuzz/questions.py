@@ -14,7 +14,7 @@ TORCH = "torch"
 WHOLE = "whole"
 """The mode that compiles without any optimizer: its faults are the backend's own."""
 MODES = (TORCH, WHOLE, "ddpopt-split", "ddpopt-inline", "ddpopt-step", "ddpopt-step-coalesced")
-"""The modes of `ddpopt.judge.modes` that can be fuzzed."""
+"""The modes that ``--mode all`` means; any other engine can be named."""
 STANDALONE = (TORCH, WHOLE)
 """Modes whose faults are torch's own."""
 STEPS = 3
@@ -59,7 +59,7 @@ class Task:
     Attributes:
         source: the text of the model's module.
         cap_bytes: its bucket cap.
-        modes: names of modes, from `MODES`.
+        modes: names of modes, as for `ddpopt.judge.modes.mode`.
         setting: how it is run.
         training: name of the verification option under which it is trained.
     """

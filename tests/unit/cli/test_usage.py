@@ -111,7 +111,7 @@ def test_the_command_that_fuzz_prints_for_a_failure_runs(capsys: pytest.CaptureF
         ("gate tied --baseline case.json/b --update", "--baseline: cannot write 'case.json/b'"),
         ("gate --baseline /dev/full", "/dev/full: expected a baseline that this version of 'ddpopt gate"),
         ("fuzz --minutes nan", "--minutes: expected a positive number, got nan"),
-        ("fuzz --mode eager", "--mode: expected one of torch, whole,"),
+        ("fuzz --mode eagle", "--mode: expected one of eager, torch, whole,"),
         ("fuzz --backend fast", "backend: expected the name of a Dynamo backend, got 'fast'"),
         ("fuzz --without loops", "--without: expected one of "),
         ("fuzz --out case.json/x", "--out: cannot write to 'case.json/x': Not a directory"),
