@@ -1,6 +1,8 @@
 """ci.releases: a release's row says what ran, what failed and what differs, and claims nothing else."""
 
 import json
+import re
+from importlib.metadata import metadata
 from pathlib import Path
 
 import pytest
@@ -58,3 +60,11 @@ def test_a_row_says_what_ran_and_what_differs_and_other_rows_stay(
     assert page.read_text(encoding="utf-8").split("\n") == ["before", *ROWS[:3], row, ROWS[3], "", "after"]
     assert row.strip("| ").split(" | ")[3:] == cells
     assert "\n".join(ROWS[:2]) in PAGE.read_text(encoding="utf-8")
+
+
+def test_the_metadata_make_and_the_page_name_the_same_releases_of_python() -> None:
+    low, high = sorted(re.findall(r"3\.(\d+)", str(metadata("ddpopt")["Requires-Python"])))
+    make = PAGE.parents[1].joinpath("Makefile").read_text(encoding="utf-8")
+    assert f"not (3, {low}) <= sys.version_info < (3, {high})" in make
+    assert f"needs Python 3.{low} to 3.{int(high) - 1}," in make
+    assert f"| Python | 3.{low} to 3.{int(high) - 1}. pip refuses others" in PAGE.read_text(encoding="utf-8")

@@ -120,7 +120,7 @@ def test_the_command_that_fuzz_prints_for_a_failure_runs(capsys: pytest.CaptureF
         ("minimize other.json", "other.json: expected a case that 'ddpopt fuzz' wrote"),
         (
             "minimize fast.json",
-            "fast.json: expected a case that 'ddpopt fuzz' wrote, got something else: UsageError: mode: expected",
+            "that 'ddpopt fuzz' wrote, got something else: UsageError: mode: expected one",
         ),
         ("minimize case.json --out case.py", "--out: 'case.py' would overwrite"),
         ("minimize case.json --out a.txt", "--out: expected the name of a Python file in an existing folder"),
