@@ -11,7 +11,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -110,6 +110,7 @@ def tuned_on(
 
     Raises:
         UsageError: the case cannot be tuned.
+        RuntimeError: DDP cannot train it; the message is torch's.
     """
     ranks.emit("compiling")
     strategy, kwargs, trainee = how[0], case.ddp_kwargs, _Trainee(ranks, case, *how)
@@ -174,8 +175,7 @@ class _Trainee:
             try:
                 next(course)
             except StopIteration as ended:
-                value: Value = ended.value
-                return value
+                return cast("Value", ended.value)
             self.step()
 
     def use(self, plan: Plan, *, holds: bool = False) -> None:

@@ -22,8 +22,8 @@ from torch._dynamo.eval_frame import OptimizedModule
 
 from ddpopt.ddp.deferral import LONGEST_WAIT, pending, watch
 from ddpopt.ddp.fit import ddp_within
-from ddpopt.ddp.impose import impose, imposed_plan
-from ddpopt.ddp.plan_exchange import exchange_plans, same_buckets
+from ddpopt.ddp.impose import impose_decided, imposed_plan
+from ddpopt.ddp.plan_exchange import same_buckets
 from ddpopt.dynamo import api
 from ddpopt.errors import InfrastructureError, PlanMismatchError, UsageError
 from ddpopt.graph.nodes import CompilerFn
@@ -38,20 +38,14 @@ from ddpopt.tuning.simulate import simulate
 from ddpopt.tuning.tune import tune
 
 Buckets = Literal["plan", "ddp", "auto"]
-WHAT = "ddpopt.compile(plan=...)"
 WARM_UP, PROFILED, MEASURED = 5, 6, 12
 """Steps that are not counted, that are profiled, and that are measured before and after."""
 WORTH = 1e-3
 """The buckets change if a step is expected to be shorter by more than this share."""
 REFUSALS = (UsageError, PlanMismatchError)
 """Where the buckets of this rank, or of another one, cannot change."""
-FORWARD = "set_runtime_stats_and_log"
-"""The logger's function that DDP calls when a synchronized forward begins."""
-ENDS = {
-    "_set_uneven_input_join": "join() was entered",
-    "_set_comm_hook_name": "a communication hook was registered",
-}
-"""What ends the tuning, by the logger's function that DDP calls before it."""
+FORWARD, *ENDS = "set_runtime_stats_and_log", "_set_uneven_input_join", "_set_comm_hook_name"
+"""The logger's function that DDP calls when a synchronized forward begins, and those that end the tuning."""
 logger = logging.getLogger("ddpopt")
 
 
@@ -98,10 +92,7 @@ def compile(  # the public name, as in torch.compile
     if plan is not None:
         if buckets != "plan":
             raise UsageError(f"plan: expected buckets='plan' with it, got {buckets!r}; leave one of them out")
-        own: Any = exchange_plans(
-            ddp.process_group, WHAT, lambda: _read_plan(plan, ddp, strategy), LONGEST_WAIT
-        )
-        impose(ddp, own[ddp.process_group.rank()])
+        impose_decided(ddp, lambda: _read_plan(plan, ddp, strategy), LONGEST_WAIT)
     open_or_given: Any = "open" if buckets == "auto" else buckets
     module = api.compile(ddp_model, backend=backend, strategy=strategy, buckets=open_or_given, **options)
     if buckets == "auto" and not isinstance(module, OptimizedModule):
@@ -142,14 +133,13 @@ class _Tuning:
         stats, started = ddp.reducer.get_backward_stats(), bool(self._stats)
         try:
             if name in ENDS and started:
-                raise UsageError(ENDS[name])
+                raise UsageError("join() was entered, or a communication hook was registered")
             if name == FORWARD and any(stats) and stats != self._stats:
                 next(course)
         except StopIteration:
             return
         except (*REFUSALS, InfrastructureError) as ended:
-            level = logging.WARNING if isinstance(ended, InfrastructureError) else logging.INFO
-            logger.log(level, "ddpopt: nothing more is tuned: %s", ended)
+            logger.info("ddpopt: nothing more is tuned: %s", ended)
             course.close()  # it gives the former buckets back
             return
         self._course, self._stats = course, ddp.reducer.get_backward_stats()
@@ -191,9 +181,8 @@ def _tuned(watch: Watch, strategy: Strategy) -> Course[None]:
     yield from watch.steps(WARM_UP)
     after = yield from watch.steps(MEASURED)
     (was_s, noise_s), (now_s, other_noise_s) = _centre(before), _centre(after)
-    slower = now_s > was_s + max(noise_s, other_noise_s)
-    slower = same_buckets([watch.use(lambda: former if slower else plan), former])
-    done = "went back to the former buckets" if slower else "the tuned buckets stay"
+    used = watch.use(lambda: former if now_s > was_s + max(noise_s, other_noise_s) else plan)
+    done = "went back to the former buckets" if same_buckets([used, former]) else "the tuned buckets stay"
     logger.info("ddpopt: %s: a step took %s with the tuned ones, and %s before", done, ms(now_s), ms(was_s))
 
 

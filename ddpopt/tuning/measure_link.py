@@ -51,9 +51,9 @@ def measure_link(group: Any, device: torch.device) -> Link:
     per_byte = _slope([(nbytes, s) for _, nbytes, s in rows])  # the large ones decide
     residual = median(abs(max(count * latency, n * per_byte) / s - 1) for count, n, s in rows)
     processor, busy = _mutual(group, device)
-    processor = min(processor, per_byte)  # more is noise: sending takes no more than the whole processor
     size, backend = dist.get_world_size(group), str(dist.get_backend(group))
-    return Link(latency, per_byte, processor, busy, residual, backend, size, conditions())
+    # more is noise: sending takes no more than the whole processor
+    return Link(latency, per_byte, min(processor, per_byte), busy, residual, backend, size, conditions())
 
 
 def _slope(points: Sequence[tuple[float, float]]) -> float:
@@ -65,17 +65,13 @@ def _stream_s(group: Any, device: torch.device, buffers: Sequence[Tensor]) -> fl
     """Seconds of a stream that all ranks begin together."""
     dist.barrier(group)
     begin = now(device)
-    _wait(_sent(group, buffers))
+    for work in _sent(group, buffers):
+        work.wait()
     return between(begin, now(device))
 
 
 def _sent(group: Any, buffers: Sequence[Tensor]) -> list[Any]:
     return [dist.all_reduce(buffer, group=group, async_op=True) for buffer in buffers]
-
-
-def _wait(works: Sequence[Any]) -> None:
-    for work in works:
-        work.wait()
 
 
 def _mutual(group: Any, device: torch.device) -> tuple[float, float]:
@@ -99,7 +95,8 @@ def _mutual(group: Any, device: torch.device) -> tuple[float, float]:
             if sent is None and all(work.is_completed() for work in works):
                 sent = now(device)
         end = now(device)
-        _wait(works)
+        for work in works:
+            work.wait()
         return between(begin, end), between(begin, sent or now(device))
 
     part_s = min(computing(1)[0] for _ in range(REPEATS))

@@ -36,7 +36,6 @@ from ddpopt.tuning.records import Gradient, Profile, conditions
 from ddpopt.tuning.tune import plan_of
 
 Value = TypeVar("Value")
-WHAT = "ddpopt: tuned buckets"
 Course = Generator[None, None, Value]
 
 
@@ -103,7 +102,7 @@ class Watch:
             return choose() if group.rank() == 0 else None
 
         group = self.ddp.process_group
-        plan: Any = exchange_plans(group, WHAT, decide, patience(group))[0]
+        plan: Any = exchange_plans(group, "ddpopt: tuned buckets", decide, patience(group))[0]
         self.install(plan, holds=holds)
         return plan  # type: ignore[no-any-return]  # rank 0 has one
 
@@ -157,29 +156,25 @@ class Watch:
         order = [specs[bucket.params[0]] for bucket in self.ddp.reducer.plan.buckets]
         forward_s, update_s, *ready = yield from self.within(lambda: slowest(self._rows, group, self.device))
         gradients = tuple(map(Gradient, order, ready))
-        size = dist.get_world_size(group)
-        return Profile(gradients, forward_s, ready[-1], update_s, strategy, size, conditions())
+        return Profile(gradients, forward_s, ready[-1], update_s, strategy, group.size(), conditions())
 
 
 def slowest(rows: Sequence[Sequence[float]], group: Any, device: torch.device) -> list[float]:
     """Medians of the columns, if of each value the largest of all ranks counts; each must call this."""
     times = torch.tensor(rows, dtype=torch.float64, device=device)
     dist.all_reduce(times, dist.ReduceOp.MAX, group)
-    medians: list[float] = times.quantile(0.5, 0).tolist()
-    return medians
+    return [*map(float, times.quantile(0.5, 0))]
 
 
 def require_profilable(ddp: Any) -> None:
     """Check that steps of a module can be profiled with other buckets; raises UsageError."""
     hook, state = _own_hook(ddp)
-    skips = getattr(ddp, "skip_all_reduce_unused_params", False)
-    is_pure = isinstance(hook, FunctionType) and not hook.__closure__
+    is_function = isinstance(hook, FunctionType) and not hook.__closure__
+    held = is_function and isinstance(state, dist.ProcessGroup | None)
     reasons = {
         "under join() ranks may stop at any step": ddp._join_config.enable,
-        "skip_all_reduce_unused_params skips buckets that others would wait for": skips,
-        "a communication hook in C++ cannot be held back": hook is None,
-        "a communication hook with a state, such as PowerSGD's, may depend on the buckets": hook
-        and not (is_pure and isinstance(state, dist.ProcessGroup | None)),
+        "skip_all_reduce_unused_params skips buckets": getattr(ddp, "skip_all_reduce_unused_params", False),
+        "a communication hook in C++ or with a state, such as PowerSGD's, cannot be held back": not held,
     }
     if why := [reason for reason, holds in reasons.items() if holds]:
         raise UsageError("; ".join(why))

@@ -83,9 +83,9 @@ def steps_of(
     """
     found = {}
     for size in sizes:
-        costs = {name: scaled(link, size, name) for name in ("ring", "tree")}
-        plans = {name: tune(profile, cost, most_bytes) for name, cost in costs.items()}
-        steps = {name: simulate(plans[name], profile, cost) for name, cost in costs.items()}
+        links = {f"{size:,} ranks, {name}": scaled(link, size, name) for name in ("ring", "tree")}
+        plans = {name: tune(profile, each, most_bytes) for name, each in links.items()}
+        steps = {name: simulate(plans[name], profile, each) for name, each in links.items()}
         best = min(steps, key=lambda name: steps[name].step_s)
-        found[f"{size:,} ranks, {best}"] = steps[best]
+        found[best] = steps[best]
     return found

@@ -27,7 +27,6 @@ LINKS = (1.0, 0.8, 1.25)
 """The links on which a merge must not delay the end: how many times as long as measured all-reduces take."""
 ROUNDING = 1e-12
 """The relative difference of two times that are equal."""
-Kind = tuple[str, str, str]
 Unit = tuple[Gradient, ...]
 """Gradients that are sent together: one bucket."""
 Times = Sequence[float]
@@ -62,7 +61,7 @@ def plan_of(groups: Iterable[Sequence[ParamSpec]], reason: str) -> Plan:
     return Plan(tuple(Bucket.of(i, specs, 0, reason) for i, specs in enumerate(groups)), (), ())
 
 
-def _kind(gradient: Gradient) -> Kind:
+def _kind(gradient: Gradient) -> tuple[str, str, str]:
     spec = gradient.spec
     return spec.dtype, spec.device, spec.name if spec.sparse else ""
 
@@ -76,7 +75,7 @@ def _best(gradients: Sequence[Gradient], link: Link, most: float) -> list[Unit]:
     counts = {kind: mask.cumsum(0) for kind, mask in own.items()}
     total, last_s = nbytes.cumsum(0), gradients[-1].ready_s
     free = torch.zeros(len(kinds) + 1, dtype=torch.float64)
-    ready: dict[Kind, float] = {}  # of each class so far, in the order of their last gradients
+    ready: dict[object, float] = {}  # of each class so far, in the order of their last gradients
     came = [0]
     for end, gradient in enumerate(gradients, 1):
         ready.pop(kinds[end - 1], None)
@@ -92,7 +91,7 @@ def _best(gradients: Sequence[Gradient], link: Link, most: float) -> list[Unit]:
         came.append(int(start))
     found: list[Unit] = []
     while end:
-        run: dict[Kind, Unit] = {}
+        run: dict[object, Unit] = {}
         for gradient in gradients[came[end] : end]:
             run[_kind(gradient)] = (*run.pop(_kind(gradient), ()), gradient)
         found[:0], end = run.values(), came[end]
@@ -103,21 +102,19 @@ def _merged(buckets: Sequence[Unit], links: Sequence[Link], last_s: float, most:
     """Merge each bucket with the next one of its class while the end is no later on any link."""
     found = [(_kind(unit[-1]), unit, sum(gradient.spec.nbytes for gradient in unit)) for unit in buckets]
 
-    def times(
-        free: Times, sent: int, rest: Iterable[Any], former: Iterable[Times], least: int
-    ) -> list[Times]:
+    def times(free: Times, sent: int, rest: Iterable[Any], old: Iterable[Times], least: int) -> list[Times]:
         """When each link is free after each bucket, if it is free then and so much was sent before.
 
         Up to where that is no later than formerly, but for at least some buckets; empty if it is never so.
         """
         found: list[Times] = []
-        for (_, unit, nbytes), old in zip(rest, former, strict=True):
+        for (_, unit, nbytes), was in zip(rest, old, strict=True):
             delay = sent * links[0].processor_s_per_byte
             begin = [max(at, unit[-1].ready_s + delay) for at in free]
             free = [link.back_s(nbytes, at, last_s + delay) for link, at in zip(links, begin, strict=True)]
             found.append(free)
             sent += nbytes
-            if len(found) >= least and all(a <= b * (1 + ROUNDING) for a, b in zip(free, old, strict=True)):
+            if len(found) >= least and all(a <= b * (1 + ROUNDING) for a, b in zip(free, was, strict=True)):
                 return found
         return []
 
