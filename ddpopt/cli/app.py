@@ -116,12 +116,11 @@ def explain(
     Nothing is trained: no process group and no GPU is needed.
     """
     from ddpopt.explanation.explain import explain_case
-    from ddpopt.planning.bucket_rule import specs_from_module
 
     case = _case(target, ddp)
     explanation = explain_case(case, case.ddp_kwargs)
     if profile is not None or link is not None:
-        explanation = explanation.predicted(specs_from_module(case.model()), profile, link)
+        explanation = explanation.predicted(profile, link)
     show(str(explanation), explanation.to_json(), json)
 
 

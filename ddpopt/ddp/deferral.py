@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.ddp.fit import ACCUMULATES, accumulates, ddp_module, require_fit
 from ddpopt.ddp.plan_exchange import exchange_plans, plan_difference, same_buckets
-from ddpopt.ddp.reducer import install, outside_dynamo
+from ddpopt.ddp.reducer import WatchedLogger, install, outside_dynamo
 from ddpopt.errors import NoAnswerError, UnsupportedError
 from ddpopt.graph.artifacts import show
 from ddpopt.planning.plan import Plan
@@ -72,7 +72,19 @@ def defer(ddp: nn.Module, decide: Callable[[], Plan | None]) -> None:
 
 def ended_deferral(ddp: Any) -> AbstractContextManager[None]:
     """A block in which a module gets a reducer that replaces a pending decision, if there is one."""
-    return ddp.logger.deferral.ended(ddp) if isinstance(ddp.logger, PendingLogger) else nullcontext()
+    return waiting.ended(ddp) if (waiting := pending(ddp)) else nullcontext()
+
+
+def pending(ddp: Any) -> "Deferral | None":
+    """The decision that a module waits for, if there is one."""
+    watcher = getattr(ddp.logger, "watcher", None)
+    return watcher if isinstance(watcher, Deferral) else None
+
+
+def watch(ddp: Any, watcher: Any) -> None:
+    """Let `watcher.called` know which functions of the logger DDP calls, now and with later reducers."""
+    holder = ddp.logger if pending(ddp) else ddp
+    holder.logger = WatchedLogger(holder.logger, watcher)
 
 
 def keeps_buckets(ddp: DistributedDataParallel) -> bool:
@@ -97,20 +109,18 @@ def running_modules() -> Iterator[DistributedDataParallel]:
 
 
 class Deferral:
-    """One pending decision: the module's own reducer and logger, and what was observed since.
+    """One pending decision: the module's own reducer, and what was observed since.
 
     Attributes:
         ddp: a weak reference to the module.
         reducer: the module's own reducer.
-        logger: the module's own logger.
         decide: returns the plan.
         work_handle: the handle that join() gave the reducer, which counts the ranks in this iteration.
     """
 
     def __init__(self, ddp: Any, decide: Callable[[], Plan | None]) -> None:
-        before = ddp.logger.deferral if isinstance(ddp.logger, PendingLogger) else None
+        before = pending(ddp)
         self.reducer: Any = running_reducer(ddp)
-        self.logger: Any = before.logger if before else ddp.logger
         self.ddp = weakref.ref(ddp)
         self.decide = decide
         self.work_handle: tuple[Any, bool] | None = None
@@ -123,7 +133,8 @@ class Deferral:
         _kept.discard(ddp)
         if ddp.find_unused_parameters and not ddp.static_graph and not self._noting:
             self._note_uses(ddp)
-        ddp.logger = PendingLogger(self)
+        own = ddp.logger.logger if pending(ddp) else ddp.logger
+        ddp.logger = WatchedLogger(own, self)
         ddp.reducer = self.reducer
         if armed:
             self.arm()
@@ -144,6 +155,14 @@ class Deferral:
         ddp: Any = self.ddp()
         ddp.reducer = PendingReducer(self)
 
+    def called(self, name: str) -> None:
+        """See from a call of the logger what begins."""
+        if name in ("set_runtime_stats_and_log", "_set_uneven_input_join"):
+            self.arm()  # a forward that will be synchronized, or join()
+        elif name == "_set_comm_hook_name":
+            ddp: Any = self.ddp()
+            ddp.reducer = self.reducer  # until the next forward
+
     @contextmanager
     def ended(self, ddp: Any) -> Iterator[None]:
         """A block in which the module has its own reducer and logger back; after it no uses are noted.
@@ -151,8 +170,9 @@ class Deferral:
         The hooks that note them put users' hooks before those of a new reducer, which `install` sees.
         """
         # The placeholders must not keep these alive: DDP's frame holds them while the new buckets are made.
-        ddp.reducer, ddp.logger = self.reducer, self.logger
-        self.reducer = self.logger = None
+        placeholder, ddp.reducer = ddp.logger, self.reducer
+        ddp.logger = placeholder.logger
+        self.reducer = placeholder.logger = None
         try:
             yield
         finally:
@@ -249,22 +269,6 @@ class PendingReducer:
     def _get_zeros_like_grad_buckets(self) -> Any:
         # A rank that has joined shadows its peers' first synchronized backward.
         return self.deferral.conclude(joined=True)._get_zeros_like_grad_buckets()
-
-
-class PendingLogger:
-    """Replaces a logger, to see when a forward begins. All calls also go to that logger."""
-
-    def __init__(self, deferral: Deferral) -> None:
-        self.deferral = deferral
-
-    @outside_dynamo
-    def __getattr__(self, name: str) -> Any:
-        if name in ("set_runtime_stats_and_log", "_set_uneven_input_join"):
-            self.deferral.arm()  # a forward that will be synchronized begins, or join()
-        elif name == "_set_comm_hook_name":
-            ddp: Any = self.deferral.ddp()
-            ddp.reducer = self.deferral.reducer  # until the next forward
-        return getattr(self.deferral.logger, name)
 
 
 def patience(process_group: dist.ProcessGroup) -> timedelta:

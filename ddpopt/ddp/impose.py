@@ -6,6 +6,7 @@ first forward.
 Invariant: on every rank the buckets are those of one plan, or nothing has changed and an error says why.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -43,9 +44,15 @@ def impose(ddp: nn.Module, plan: Plan, *, timeout: timedelta = timedelta(seconds
             every difference, on every rank.
         InfrastructureError: a rank did not make this call in time.
     """
+    impose_decided(ddp, lambda: plan, timeout)
+
+
+def impose_decided(ddp: nn.Module, decide: Callable[[], Plan], timeout: timedelta) -> None:
+    """Like `impose`, with a plan that each rank finds only now; if `decide` raises on one, all raise."""
     module = ddp_module(ddp)
 
     def checked_plan() -> Plan:
+        plan = decide()
         require_between_iterations(module)
         require_fit(module, plan)
         return plan
@@ -59,7 +66,7 @@ def impose(ddp: nn.Module, plan: Plan, *, timeout: timedelta = timedelta(seconds
             "and send its to_json() to the others"
         )
     with ended_deferral(module):
-        install(module, plan)
+        install(module, plans[module.process_group.rank()])
 
 
 def imposed_plan(ddp: nn.Module) -> Plan | None:

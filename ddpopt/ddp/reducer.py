@@ -50,6 +50,26 @@ def outside_dynamo(function: _Function) -> _Function:
     return disabled
 
 
+class WatchedLogger:
+    """Replaces a module's logger, to see which of its functions DDP calls. All calls also go to that logger.
+
+    DDP calls one right before each forward that will be synchronized, one on entering ``join()``, and one
+    before a communication hook is registered. A watched logger outlives the module's reducer.
+
+    Args:
+        logger: the logger, which may be watched itself.
+        watcher: its `called` gets the name of each function, before the call.
+    """
+
+    def __init__(self, logger: Any, watcher: Any) -> None:
+        self.logger, self.watcher = logger, watcher
+
+    @outside_dynamo
+    def __getattr__(self, name: str) -> Any:
+        self.watcher.called(name)
+        return getattr(self.logger, name)
+
+
 class PlannedReducer(Reducer):
     """A reducer that keeps the buckets it was built with.
 
@@ -137,7 +157,7 @@ class PlannedReducer(Reducer):
 
 
 @outside_dynamo
-def install(ddp: DistributedDataParallel, plan: Plan) -> None:
+def install(ddp: DistributedDataParallel, plan: Plan, hook: Any = None) -> None:
     """Replace a DDP module's reducer by one with the plan's buckets.
 
     The caller has checked that the plan fits the module, that the module is not in a backward, and that all
@@ -146,6 +166,7 @@ def install(ddp: DistributedDataParallel, plan: Plan) -> None:
     Args:
         ddp: the module; its reducer and its logger are replaced.
         plan: its buckets hold each parameter of the module's reducer once.
+        hook: a communication hook for this reducer; by default the module's own, if it has one.
     """
     module: Any = ddp  # its private attributes carry no types
     with as_built(ddp):  # C++ does not accept frozen parameters
@@ -157,7 +178,10 @@ def install(ddp: DistributedDataParallel, plan: Plan) -> None:
         leaves: list[Any] = [get_gradient_edge(parameter).node for parameter in arguments["params"]]
         noted = module._get_ddp_logging_data()
         module.reducer._remove_autograd_hooks()
+        watched = module.logger if isinstance(module.logger, WatchedLogger) else None
         # Free the old buckets before making the new ones: after a forward there is no memory for both.
+        if watched:
+            watched.logger = None
         del module.reducer, module.logger
         with _own_gradients(module, arguments["params"]):
             module.reducer = PlannedReducer(ddp, plan, names, arguments)
@@ -170,7 +194,9 @@ def install(ddp: DistributedDataParallel, plan: Plan) -> None:
         module.logger._set_uneven_input_join()
     if getattr(module, "require_manual_backward_finalization", False):  # torch 2.15
         module.require_manual_backward_finalization = True
-    _keep_hooks(module, str(noted.get("comm_hook", "")))
+    _keep_hooks(module, str(noted.get("comm_hook", "")), hook)
+    if watched:
+        watched.logger, module.logger = module.logger, watched
     if any(registered(leaf.register_hook) for leaf in leaves):
         ready_hooks(ddp).take_over()  # DDP's own reducer is notified before users' hooks run
 
@@ -217,11 +243,13 @@ def _logger(ddp: Any) -> Any:
     return logger
 
 
-def _keep_hooks(ddp: Any, name: str) -> None:
+def _keep_hooks(ddp: Any, name: str, instead: Any) -> None:
     # A reducer takes one hook, and DDP's log has its name. Python hooks are also in a list; a copied module's
     # list has the hooks of the original, which torch does not register for the copy.
     kind = _c10d.BuiltinCommHookType.__members__.get(name.rpartition(".")[2])
-    if kind is not None and str(kind) == name:
+    if instead is not None:
+        _c10d._register_comm_hook(ddp.reducer, None, instead)
+    elif kind is not None and str(kind) == name:
         _c10d._register_builtin_comm_hook(ddp.reducer, kind)
     elif name:
         hook, state = ddp._comm_hooks[-1]

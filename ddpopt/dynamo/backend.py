@@ -18,7 +18,7 @@ from torch import fx
 from torch._dynamo.backends.registry import lookup_backend
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from ddpopt.ddp.deferral import PendingLogger, active_module, defer, keeps_buckets, running_modules
+from ddpopt.ddp.deferral import active_module, defer, keeps_buckets, pending, running_modules
 from ddpopt.ddp.impose import imposed_plan
 from ddpopt.dynamo import hook
 from ddpopt.dynamo.quiet import compiling, isolated
@@ -203,7 +203,7 @@ class DdpoptBackend:
             known = self._graphs[ddp] = ModelGraphs(specs, BucketConfig.from_ddp(ddp))
         if ddp.static_graph and ddp._static_graph_delay_allreduce_enqueued:  # True after its first backward
             _say("DDP keeps its buckets: a static graph's first backward determines what is reduced")
-        elif not (isinstance(ddp.logger, PendingLogger) and ddp.logger.deferral.decide == known.joined):
+        elif (waiting := pending(ddp)) is None or waiting.decide != known.joined:
             defer(ddp, known.joined)
         return known
 

@@ -5,16 +5,16 @@ Invariant: frozen; equal models and options give equal explanations, and equal t
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 from ddpopt.errors import UsageError
 from ddpopt.explanation.tables import MIB, Column, Noted, mib, names, numbers, paragraph, table
-from ddpopt.planning.bucket_rule import ParamSpec
 from ddpopt.planning.limits import BucketConfig
 from ddpopt.planning.plan import Plan, SentTogether
+from ddpopt.planning.stored import read
 from ddpopt.tuning.pictures import text
-from ddpopt.tuning.records import Link, Profile, read
+from ddpopt.tuning.records import Link, Profile
 from ddpopt.tuning.simulate import Timeline, simulate
 
 FORMAT = 1
@@ -150,13 +150,10 @@ class Explanation:
         steps = [text(self.timelines)] if self.timelines else []
         return "\n\n".join([*parts, *_torch(self.torch), *steps])
 
-    def predicted(
-        self, specs: Iterable[ParamSpec], profile: str | None, link: str | None = None
-    ) -> "Explanation":
+    def predicted(self, profile: str | None, link: str | None = None) -> "Explanation":
         """Add the steps that are predicted from files.
 
         Args:
-            specs: the model's parameters.
             profile: a file with a profile; required.
             link: a file with a link; by default the profile's.
 
@@ -169,11 +166,11 @@ class Explanation:
             )
         found = Profile.from_file("--profile", profile)
         how = "eager" if found.strategy == "eager" else "compiled"
-        found.require_fit(f"--profile {profile}", specs, {"strategy": (how, "compiled")})
+        found.require_fit(f"--profile {profile}", strategy=(how, "compiled"))
         cost = Link.from_file(*(("--profile", profile) if link is None else ("--link", link)))
         plans = {"explained": self.plan}
-        if '"ddpopt_plan"' in (document := read("--profile", profile)):
-            plans["tuned"] = Plan.from_json(document)
+        if '"ddpopt_plan"' in read("--profile", profile):
+            plans["tuned"] = Plan.from_file("--profile", profile)
         steps = {name: simulate(plan, found, cost) for name, plan in plans.items()}
         return replace(self, timelines=steps)
 

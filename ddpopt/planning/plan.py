@@ -12,17 +12,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, Self, TypeVar
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Self
 
-from ddpopt.errors import UsageError
 from ddpopt.planning.bucket_rule import ParamSpec
+from ddpopt.planning.stored import Stored
 
 Policy = Literal["plan", "ddp"]
-Part = TypeVar("Part")
-
-FORMAT = 1
 
 
 @dataclass(frozen=True)
@@ -99,7 +96,7 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Stored):
     """The frozen decision: buckets, segments, cuts, and a reason for each.
 
     Attributes:
@@ -144,56 +141,18 @@ class Plan:
         members = frozenset(bucket.params)
         return tuple(s.index for s in self.segments if not members.isdisjoint(s.params))
 
-    def to_json(self) -> str:
-        """The plan as JSON text; `from_json` returns an equal plan."""
-        document = {"ddpopt_plan": FORMAT, "fingerprint": self.fingerprint, **asdict(self)}
-        return json.dumps(document, indent=2)
+    def document(self) -> dict[str, Any]:
+        """The plan as the JSON object that `from_json` reads, which refuses one that was edited."""
+        return {**super().document(), "fingerprint": self.fingerprint}
 
     @classmethod
-    def from_json(cls, text: str) -> Plan:
-        """Read a plan that `to_json` wrote.
-
-        Raises:
-            UsageError: `text` is not such a document, or its fingerprint does not match its content.
-        """
-        document = _document(text)
-        try:
-            plan = cls(
-                buckets=_read(Bucket, document["buckets"]),
-                segments=_read(Segment, document["segments"]),
-                cuts=_read(Cut, document["cuts"]),
-                unread=tuple(document["unread"]),
-                policy=document["policy"],
-                group=document.get("group", ""),
-            )
-            found, stated = plan.fingerprint, document["fingerprint"]
-        except (KeyError, TypeError, AttributeError) as error:
-            problem = f"lacks {error}" if isinstance(error, KeyError) else f"is malformed: {error}"
-            raise UsageError(f"expected a plan as Plan.to_json() writes it; this one {problem}") from error
-        if found != stated:
-            raise UsageError(
-                f"the plan's content has fingerprint {found!r} but the document says {stated!r}: "
-                "it was edited after Plan.to_json() wrote it; write it again"
-            )
+    def _of(cls, document: dict[str, Any]) -> Self:
+        plan = super()._of(document)
+        if (found := plan.fingerprint) != (stated := document["fingerprint"]):
+            raise ValueError(f"its content has fingerprint {found!r}, but it says {stated!r}: it was edited")
         return plan
 
 
 def cut_reason(bucket: int, reason: str) -> str:
     """The reason for a cut: which bucket is complete there, and why it ends there."""
     return f"bucket {bucket} is complete: {reason}"
-
-
-def _document(text: str) -> Mapping[str, Any]:
-    try:
-        document = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise UsageError(f"expected a plan as Plan.to_json() writes it; this is not JSON: {error}") from error
-    if not isinstance(document, dict) or document.get("ddpopt_plan") != FORMAT:
-        found = document.get("ddpopt_plan") if isinstance(document, dict) else type(document).__name__
-        raise UsageError(f"expected a JSON object with ddpopt_plan={FORMAT}, found {found!r}")
-    return document
-
-
-def _read(kind: Callable[..., Part], rows: Iterable[Mapping[str, Any]]) -> tuple[Part, ...]:
-    """Buckets, segments or cuts from rows of JSON, which has lists but no tuples."""
-    return tuple(kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}) for row in rows)

@@ -11,7 +11,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -20,15 +20,14 @@ from torch.utils._pytree import tree_map_only
 
 from ddpopt.cases.case import Case
 from ddpopt.dynamo import api
-from ddpopt.errors import UsageError
 from ddpopt.observation.reducer_buckets import running_buckets
-from ddpopt.planning.bucket_rule import own_buckets, specs_from_ddp, specs_from_module
+from ddpopt.planning.bucket_rule import own_buckets, specs_from_ddp
 from ddpopt.planning.limits import BucketConfig
 from ddpopt.planning.plan import Plan
 from ddpopt.ranks.group import Ranks
 from ddpopt.tuning.measure_link import measure_link
 from ddpopt.tuning.observed import record
-from ddpopt.tuning.recording import Watch, one_each, require_profilable, run
+from ddpopt.tuning.recording import Course, Value, Watch, require_profilable
 from ddpopt.tuning.records import LARGEST, Link, Profile
 from ddpopt.tuning.simulate import Timeline, simulate
 from ddpopt.tuning.tune import plan_of, tune
@@ -38,8 +37,6 @@ STRATEGIES = {"ddpopt-inline": "inline", "ddpopt-split": "split", "eager": "eage
 CAPS = ("bucket_cap_mb", "bucket_cap_mb_list")
 WARM_UP, PROFILED, TURNS, A_TURN = 3, 8, 8, 5
 """Steps of a plan that are not measured, profiled steps, turns of each plan, and measured steps in a turn."""
-UNUSED = ("find_unused_parameters", "static_graph")
-"""DDP's modes in which not every parameter needs a gradient."""
 
 
 @dataclass(frozen=True)
@@ -82,10 +79,9 @@ class Tuned:
 
     def to_json(self) -> str:
         """The tuned plan as `Plan.from_json` reads it, with the profile, the link and all rows."""
-        found: dict[str, Any] = json.loads(self.rows[-1].plan.to_json())
-        found |= {each: json.loads(getattr(self, each).to_json()) for each in ("profile", "link")}
+        records = {"profile": self.profile.document(), "link": self.link.document()}
         rows = [{**asdict(row), "plan": row.plan.fingerprint} for row in self.rows]
-        return json.dumps({**found, "rows": rows}, indent=2)
+        return json.dumps({**self.rows[-1].plan.document(), **records, "rows": rows}, indent=2)
 
 
 def link_on(ranks: Ranks) -> Link:
@@ -114,21 +110,22 @@ def tuned_on(
 
     Raises:
         UsageError: the case cannot be tuned.
+        RuntimeError: DDP cannot train it; the message is torch's.
     """
     ranks.emit("compiling")
-    strategy, kwargs, profiles = how[0], case.ddp_kwargs, list[Any]()
-    trainee = _Trainee(ranks, case, *how)
+    strategy, kwargs, trainee = how[0], case.ddp_kwargs, _Trainee(ranks, case, *how)
     watch = trainee.watch
     require_profilable(watch.ddp)
-    run(watch.steps(WARM_UP), trainee.step)
-    order, own = watch.ready_order(), specs_from_ddp(watch.ddp)
+    trainee.run(watch.steps(WARM_UP))
+    held = ranks.gather(watch.one_each())[0]
 
     def profiled(steps: int) -> Profile:
         ranks.emit("profiling")
-        trainee.use(one_each(order), holds=True)
-        return run(watch.profiled(order, steps, strategy, profiles), trainee.step)
+        trainee.use(held, holds=True)
+        return trainee.run(watch.profiled(steps, strategy))
 
     profile = profiled(PROFILED)
+    order = [gradient.spec for gradient in profile.gradients]
     ranks.emit("measuring all-reduces")
     link = link or measure_link(watch.ddp.process_group, ranks.device)
     plans = {}
@@ -136,17 +133,17 @@ def tuned_on(
     for limits in ({}, given, *({CAPS[0]: cap} for cap in caps)):
         name = ", ".join(f"{cap}={value}" for cap, value in limits.items()) or "DDP's default"
         config = BucketConfig.from_kwargs(**{**kwargs, **dict.fromkeys(CAPS), **limits})
-        plans[name] = plan_of(own_buckets(own, order, config), name)
+        plans[name] = plan_of(own_buckets(specs_from_ddp(watch.ddp), order, config), name)
     plans["tuned"] = tune(profile, link, most_bytes)
     by_buckets = {plan.fingerprint: plan for plan in plans.values()}
     measured: dict[str, list[float]] = {each: [] for each in by_buckets}
     turns = 1 if strategy == "split" else TURNS
     for turn in range(turns):
-        profile = profiled(PROFILED + (turn + 1) * A_TURN)
+        profile = profiled(A_TURN)
         for each, plan in by_buckets.items():
             ranks.emit(f"turn {turn + 1} of {turns}: {len(plan.buckets)} buckets")
             trainee.use(plan)
-            measured[each] += run(watch.steps(A_TURN * TURNS // turns), trainee.step)
+            measured[each] += trainee.run(watch.steps(A_TURN * TURNS // turns))
     trainee.use(plans["tuned"])
     slowest = {each: tuple(map(max, zip(*ranks.gather(own), strict=True))) for each, own in measured.items()}
     step = record(trainee.step, running_buckets(watch.ddp)) if ranks.device.type == "cpu" else None
@@ -160,48 +157,37 @@ class _Trainee:
 
     def __init__(self, ranks: Ranks, case: Case, strategy: Any, backend: Any) -> None:
         self._case, self._recompiles = case, strategy == "split"
-        self._call: Any = case.model().to(ranks.device)
         # detached, as what is computed from parameters has a graph for one backward
         self._inputs: Any = tree_map_only(
             torch.Tensor,
             lambda given: given.detach().to(ranks.device).requires_grad_(given.requires_grad),
             case.inputs(ranks.rank, 0),
         )
-        self._require_gradients()
-        ddp: Any = DistributedDataParallel(self._call, **case.ddp_kwargs)
-        self.watch = Watch(ddp)
+        self._ddp: Any = DistributedDataParallel(case.model().to(ranks.device), **case.ddp_kwargs)
+        self.watch = Watch(self._ddp)
         if strategy != "eager":
-            ddp = api.compile(ddp, backend=backend, strategy=strategy, buckets="open")
-        self._call = ddp
-        self._optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-4)
+            self._ddp = api.compile(self._ddp, backend=backend, strategy=strategy, buckets="open")
+        self._optimizer = torch.optim.SGD(self._ddp.parameters(), lr=1e-4)
 
-    def _require_gradients(self) -> None:
-        """Check that a backward has each gradient for which DDP would wait; raises UsageError."""
-        names = [spec.name for spec in specs_from_module(self._call)]
-        if not names:
-            raise UsageError("no parameter of the model requires a gradient, so there is nothing to tune")
-        self._backward()
-        params = dict(self._call.named_parameters())
-        unused = [name for name in names if params[name].grad is None]
-        if unused and not any(self._case.ddp_kwargs.get(mode) for mode in UNUSED):
-            got = f"got none of {len(unused)}, the first is {unused[0]!r}"
-            advice = "freeze what is not used, or give --ddp find_unused_parameters=true"
-            raise UsageError(f"expected a gradient of each parameter, {got}; {advice}")
-        self._call.zero_grad()
+    def run(self, course: Course[Value]) -> Value:
+        """Run a course with steps of this training."""
+        while True:
+            try:
+                next(course)
+            except StopIteration as ended:
+                return cast("Value", ended.value)
+            self.step()
 
     def use(self, plan: Plan, *, holds: bool = False) -> None:
         """Change the buckets."""
         self.watch.install(plan, holds=holds)
         if self._recompiles:
             torch._dynamo.reset()
-        run(self.watch.steps(WARM_UP), self.step)
+        self.run(self.watch.steps(WARM_UP))
 
     def step(self) -> None:
         """Train one step."""
-        self._backward()
+        args, kwargs = self._inputs
+        torch.autograd.backward(self._case.loss(self._ddp(*args, **kwargs)))
         self._optimizer.step()
         self._optimizer.zero_grad()
-
-    def _backward(self) -> None:
-        args, kwargs = self._inputs
-        torch.autograd.backward(self._case.loss(self._call(*args, **kwargs)))

@@ -20,37 +20,32 @@ from typing import Any, Literal
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 
-from ddpopt.ddp.deferral import LONGEST_WAIT, PendingLogger
+from ddpopt.ddp.deferral import LONGEST_WAIT, pending, watch
 from ddpopt.ddp.fit import ddp_within
-from ddpopt.ddp.impose import impose, imposed_plan
-from ddpopt.ddp.plan_exchange import exchange_plans, same_buckets
-from ddpopt.ddp.reducer import outside_dynamo
+from ddpopt.ddp.impose import impose_decided, imposed_plan
+from ddpopt.ddp.plan_exchange import same_buckets
 from ddpopt.dynamo import api
 from ddpopt.errors import InfrastructureError, PlanMismatchError, UsageError
 from ddpopt.graph.nodes import CompilerFn
-from ddpopt.planning.bucket_rule import specs_from_ddp
 from ddpopt.planning.limits import MIB
 from ddpopt.planning.plan import Plan
+from ddpopt.planning.stored import read
 from ddpopt.planning.strategy import Strategy, require_choice
 from ddpopt.tuning.measure_link import measure_link
-from ddpopt.tuning.recording import Course, Watch, one_each, require_profilable
-from ddpopt.tuning.records import Link, Profile, ms, read
+from ddpopt.tuning.recording import Course, Watch, require_profilable
+from ddpopt.tuning.records import Link, Profile, ms
 from ddpopt.tuning.simulate import simulate
 from ddpopt.tuning.tune import tune
 
 Buckets = Literal["plan", "ddp", "auto"]
-WHAT = "ddpopt.compile(plan=...)"
 WARM_UP, PROFILED, MEASURED = 5, 6, 12
 """Steps that are not counted, that are profiled, and that are measured before and after."""
 WORTH = 1e-3
 """The buckets change if a step is expected to be shorter by more than this share."""
 REFUSALS = (UsageError, PlanMismatchError)
 """Where the buckets of this rank, or of another one, cannot change."""
-ENDS = {
-    "_set_uneven_input_join": "join() was entered",
-    "_set_comm_hook_name": "a communication hook was registered",
-}
-"""What ends the tuning, by the logger's function that DDP calls before it."""
+FORWARD, *ENDS = "set_runtime_stats_and_log", "_set_uneven_input_join", "_set_comm_hook_name"
+"""The logger's function that DDP calls when a synchronized forward begins, and those that end the tuning."""
 logger = logging.getLogger("ddpopt")
 
 
@@ -97,103 +92,57 @@ def compile(  # the public name, as in torch.compile
     if plan is not None:
         if buckets != "plan":
             raise UsageError(f"plan: expected buckets='plan' with it, got {buckets!r}; leave one of them out")
-        own: Any = exchange_plans(
-            ddp.process_group, WHAT, lambda: _read_plan(plan, ddp, strategy), LONGEST_WAIT
-        )
-        impose(ddp, own[ddp.process_group.rank()])
+        impose_decided(ddp, lambda: _read_plan(plan, ddp, strategy), LONGEST_WAIT)
     open_or_given: Any = "open" if buckets == "auto" else buckets
     module = api.compile(ddp_model, backend=backend, strategy=strategy, buckets=open_or_given, **options)
-    if buckets == "auto":
-        _tune_in_training(module, ddp, strategy)
+    if buckets == "auto" and not isinstance(module, OptimizedModule):
+        logger.info("ddpopt: nothing is tuned: torch.compile is disabled")
+    elif buckets == "auto":
+        watch(ddp, _Tuning(ddp, _tuned(Watch(ddp), strategy)))
+        again = {**module._compile.keywords, "buckets": buckets}
+        module.__dict__["_compile"] = functools.partial(compile, **again)
     return module
 
 
 def _read_plan(plan: Plan | str | os.PathLike[str], ddp: Any, strategy: Strategy) -> Plan:
     if isinstance(plan, Plan):
         return plan
-    text = read("plan", plan)
-    if '"ddpopt_profile"' in text:  # a file of ``ddpopt tune`` says for what its plan was tuned
+    if '"ddpopt_profile"' in read("plan", plan):  # a file of ``ddpopt tune`` says for what its plan was tuned
         profile, link = Profile.from_file("plan", plan), Link.from_file("plan", plan)
-        specs, own = specs_from_ddp(ddp), "inline" if strategy == "auto" else strategy
-        devices = [spec.device.partition(":")[0] for spec in (profile.gradients[0].spec, specs[0])]
-        ranks = link.world_size, ddp.process_group.size()
-        others = {"device": devices, "strategy": (profile.strategy, own), "ranks": ranks}
-        profile.require_fit(f"plan {os.fspath(plan)}", specs, others)
-    return Plan.from_json(text)
-
-
-def _tune_in_training(module: Any, ddp: Any, strategy: Strategy) -> None:
-    """Tune the buckets of a compiled module in its next steps."""
-    if not isinstance(module, OptimizedModule):
-        logger.info("ddpopt: nothing is tuned: torch.compile is disabled")
-        return
-    tuning, forward = _Tuning(Watch(ddp), strategy), module.forward
-
-    @outside_dynamo
-    def attaching(*args: Any, **kwargs: Any) -> Any:
-        found = forward(*args, **kwargs)
-        if not tuning.attach() and module.forward is attaching:  # else it is wrapped
-            module.forward = forward
-        return found
-
-    module.forward = attaching
-    again = {**module._compile.keywords, "buckets": "auto"}
-    module.__dict__["_compile"] = functools.partial(compile, **again)
+        devices = profile.gradients[0].spec.device.partition(":")[0], next(ddp.parameters()).device.type
+        strategies = profile.strategy, "inline" if strategy == "auto" else strategy
+        ranks, where = (link.world_size, ddp.process_group.size()), f"plan {os.fspath(plan)}"
+        profile.require_fit(where, device=devices, strategy=strategies, ranks=ranks)
+    return Plan.from_file("plan", plan)
 
 
 class _Tuning:
     """Advances a course at the first synchronized forward after each reduction, however DDP is called."""
 
-    def __init__(self, watch: Watch, strategy: Strategy) -> None:
-        self.ddp = watch.ddp
-        self._course: Course[None] | None = _tuned(watch, strategy)
-        self._stats: Any = None
+    def __init__(self, ddp: Any, course: Course[None]) -> None:
+        self._ddp = weakref.ref(ddp)
+        self._course: Course[None] | None = course
+        self._stats: list[int] = []
 
-    def attach(self) -> bool:
-        """Watch the module's logger, if nothing else does; false after the end."""
-        if self._course and not isinstance(self.ddp.logger, PendingLogger | WatchedLogger):
-            self._stats = self.ddp.reducer.get_backward_stats()
-            self.ddp.logger = WatchedLogger(self.ddp.logger, self)
-        return self._course is not None
-
-    def advance(self) -> None:
-        """Advance the course, if there was a reduction since."""
-        stats, self._stats = self._stats, self.ddp.reducer.get_backward_stats()
-        if self._course is None or stats == self._stats:
+    def called(self, name: str) -> None:
+        """See from a call of the module's logger what begins; an error ends the course."""
+        ddp, course = self._ddp(), self._course
+        if course is None or name not in (FORWARD, *ENDS) or pending(ddp):
             return
+        self._course = None  # what the course calls itself does not advance it
+        stats, started = ddp.reducer.get_backward_stats(), bool(self._stats)
         try:
-            next(self._course)
+            if name in ENDS and started:
+                raise UsageError("join() was entered, or a communication hook was registered")
+            if name == FORWARD and any(stats) and stats != self._stats:
+                next(course)
         except StopIteration:
-            self._course = None
+            return
         except (*REFUSALS, InfrastructureError) as ended:
-            self.end(str(ended), logging.WARNING if isinstance(ended, InfrastructureError) else logging.INFO)
-        self.attach()
-
-    def end(self, why: str, level: int = logging.INFO) -> None:
-        """End the course, which gives the former buckets back while it profiles."""
-        if self._course:
-            logger.log(level, "ddpopt: nothing more is tuned: %s", why)
-            self._course.close()
-        self._course = None
-
-
-class WatchedLogger:
-    """Replaces a logger, whose functions DDP calls when a forward begins, and before what is in `ENDS`."""
-
-    def __init__(self, logger: Any, tuning: _Tuning) -> None:
-        self.logger, self.tuning = logger, weakref.ref(tuning)
-
-    @outside_dynamo
-    def __getattr__(self, name: str) -> Any:
-        """A function of the logger that the module then has."""
-        tuning, logger = self.tuning(), self
-        if tuning and name in ENDS:
-            tuning.end(ENDS[name])
-        elif tuning and name == "set_runtime_stats_and_log" and tuning.ddp.logger is self:
-            tuning.advance()
-        if tuning and not isinstance(tuning.ddp.logger, PendingLogger):
-            logger = tuning.ddp.logger
-        return getattr(self.logger if logger is self else logger, name)
+            logger.info("ddpopt: nothing more is tuned: %s", ended)
+            course.close()  # it gives the former buckets back
+            return
+        self._course, self._stats = course, ddp.reducer.get_backward_stats()
 
 
 def _tuned(watch: Watch, strategy: Strategy) -> Course[None]:
@@ -207,18 +156,13 @@ def _tuned(watch: Watch, strategy: Strategy) -> Course[None]:
         raise UsageError("with gradient_as_bucket_view, a gradient's memory would change")
     require_profilable(ddp)
     before = yield from watch.steps(MEASURED)
-    plan = former
     try:
-        watch.use(lambda: former, holds=True)
-        order = yield from watch.within(watch.ready_order)
-        watch.use(lambda: one_each(order), holds=True)
-        profile = yield from watch.profiled(order, PROFILED, strategy)
+        watch.use(watch.one_each, holds=True)
+        profile = yield from watch.profiled(PROFILED, strategy)
         link = yield from watch.within(lambda: measure_link(ddp.process_group, watch.device))
-        plan = tune(profile, link)
-        was_s, now_s = (simulate(each, profile, link).step_s for each in (former, plan))
-        if now_s > was_s * (1 - WORTH):
-            plan = former
-        plan = watch.use(lambda: plan)
+        best = tune(profile, link)
+        was_s, now_s = (simulate(each, profile, link).step_s for each in (former, best))
+        plan = watch.use(lambda: best if now_s <= was_s * (1 - WORTH) else former)
     except REFUSALS:
         while watch.hold:  # it stays until the buckets of all ranks can change
             try:
@@ -237,9 +181,8 @@ def _tuned(watch: Watch, strategy: Strategy) -> Course[None]:
     yield from watch.steps(WARM_UP)
     after = yield from watch.steps(MEASURED)
     (was_s, noise_s), (now_s, other_noise_s) = _centre(before), _centre(after)
-    slower = now_s > was_s + max(noise_s, other_noise_s)
-    slower = same_buckets([watch.use(lambda: former if slower else plan), former])
-    done = "went back to the former buckets" if slower else "the tuned buckets stay"
+    used = watch.use(lambda: former if now_s > was_s + max(noise_s, other_noise_s) else plan)
+    done = "went back to the former buckets" if same_buckets([used, former]) else "the tuned buckets stay"
     logger.info("ddpopt: %s: a step took %s with the tuned ones, and %s before", done, ms(now_s), ms(was_s))
 
 

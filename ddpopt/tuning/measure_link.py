@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddpopt.tuning.recording import between, largest, now
+from ddpopt.tuning.recording import between, now, slowest
 from ddpopt.tuning.records import LARGEST, Link, conditions
 
 SIZES = (1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22, LARGEST)
@@ -39,24 +39,21 @@ def measure_link(group: Any, device: torch.device) -> Link:
 
     Returns:
         The link; its costs are equal on all ranks.
-
-    Raises:
-        InfrastructureError: a rank did not answer in time.
     """
     streams = [(count, size) for size in SIZES for count in COUNTS if size * count <= MOST_BYTES]
     own = []
     for count, nbytes in streams:
         buffers = [torch.zeros(nbytes // 4, dtype=torch.float32, device=device) for _ in range(count)]
         own.append(median([_stream_s(group, device, buffers) for _ in range(REPEATS + 1)][1:]))
-    slowest = zip(streams, largest(group, own), strict=True)
-    rows = [(count, count * size, s) for (count, size), s in slowest]
+    times = zip(streams, slowest([own], group, device), strict=True)
+    rows = [(count, count * size, s) for (count, size), s in times]
     latency = _slope([(count, s) for count, nbytes, s in rows if nbytes == count * SIZES[0]])
     per_byte = _slope([(nbytes, s) for _, nbytes, s in rows])  # the large ones decide
     residual = median(abs(max(count * latency, n * per_byte) / s - 1) for count, n, s in rows)
     processor, busy = _mutual(group, device)
-    processor = min(processor, per_byte)  # more is noise: sending takes no more than the whole processor
     size, backend = dist.get_world_size(group), str(dist.get_backend(group))
-    return Link(latency, per_byte, processor, busy, residual, backend, size, conditions())
+    # more is noise: sending takes no more than the whole processor
+    return Link(latency, per_byte, min(processor, per_byte), busy, residual, backend, size, conditions())
 
 
 def _slope(points: Sequence[tuple[float, float]]) -> float:
@@ -68,17 +65,13 @@ def _stream_s(group: Any, device: torch.device, buffers: Sequence[Tensor]) -> fl
     """Seconds of a stream that all ranks begin together."""
     dist.barrier(group)
     begin = now(device)
-    _wait(_sent(group, buffers))
+    for work in _sent(group, buffers):
+        work.wait()
     return between(begin, now(device))
 
 
 def _sent(group: Any, buffers: Sequence[Tensor]) -> list[Any]:
     return [dist.all_reduce(buffer, group=group, async_op=True) for buffer in buffers]
-
-
-def _wait(works: Sequence[Any]) -> None:
-    for work in works:
-        work.wait()
 
 
 def _mutual(group: Any, device: torch.device) -> tuple[float, float]:
@@ -102,7 +95,8 @@ def _mutual(group: Any, device: torch.device) -> tuple[float, float]:
             if sent is None and all(work.is_completed() for work in works):
                 sent = now(device)
         end = now(device)
-        _wait(works)
+        for work in works:
+            work.wait()
         return between(begin, end), between(begin, sent or now(device))
 
     part_s = min(computing(1)[0] for _ in range(REPEATS))
@@ -115,7 +109,6 @@ def _mutual(group: Any, device: torch.device) -> tuple[float, float]:
         dist.barrier(group)
         delayed = computing(parts, _sent(group, buffers))
         rows.append((undelayed_s, *delayed, _stream_s(group, device, buffers)))
-    columns = (median(largest(group, column)) for column in zip(*rows, strict=True))
-    undelayed_s, delayed_s, busy_s, idle_s = columns
+    undelayed_s, delayed_s, busy_s, idle_s = slowest(rows, group, device)
     delay_s = max(0.0, delayed_s - undelayed_s)
     return delay_s / sum(buffer.nbytes for buffer in buffers), max(1.0, busy_s / idle_s)

@@ -18,7 +18,6 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from ddpopt.tuning.records import ms
 from ddpopt.tuning.simulate import Sent, Timeline
 
-ROWS = ("compute", "buckets", "network")
 COLUMNS, LABELS = 60, 9
 """Widths of the text, and of the names of its rows."""
 NOT_XML = re.compile(r"[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -33,7 +32,6 @@ class Period:
     """A span of time in a picture. Times are in seconds after the step began.
 
     Attributes:
-        row: one of `ROWS`.
         name: ``"forward"``, ``"backward"``, ``"waiting"`` (for the network) or ``"update"`` in the row of
             computation; ``"bucket 0"``, … until it is complete, and while it is sent.
         begin_s: when it begins.
@@ -42,7 +40,6 @@ class Period:
         sent: the bucket, if it is of one.
     """
 
-    row: str
     name: str
     begin_s: float
     end_s: float
@@ -50,25 +47,25 @@ class Period:
     sent: Sent | None = None
 
 
-def spans(timeline: Timeline) -> list[Period]:
-    """What a step computes, fills and sends; each row is in order of time."""
+def spans(timeline: Timeline) -> dict[str, list[Period]]:
+    """What a step computes, fills and sends, by the row of the picture; each row is in order of time."""
     ends = (0.0, timeline.forward_s, timeline.backward_s, timeline.reduced_s, timeline.step_s)
     phases = zip(MARKS, pairwise(ends), strict=True)
-    found = [Period("compute", name, begin, end, end) for name, (begin, end) in phases if begin < end]
+    rows = {"compute": [Period(name, begin, end, end) for name, (begin, end) in phases if begin < end]}
+    rows |= {"buckets": [], "network": []}
     filled = timeline.forward_s
     for sent in timeline.buckets:
         begin, filled = filled, max(filled, sent.ready_s)
         name, hidden = f"bucket {sent.index}", min(max(sent.sent_s, timeline.backward_s), sent.back_s)
-        found.append(Period("buckets", name, begin, filled, filled, sent))
-        found.append(Period("network", name, sent.sent_s, sent.back_s, hidden, sent))
-    return found
+        rows["buckets"].append(Period(name, begin, filled, filled, sent))
+        rows["network"].append(Period(name, sent.sent_s, sent.back_s, hidden, sent))
+    return rows
 
 
-def lanes(timeline: Timeline, row: str) -> list[list[Period]]:
+def lanes(row: Sequence[Period]) -> list[list[Period]]:
     """The spans of a row in as few lists as possible, none of which has two that overlap."""
     found: list[list[Period]] = []
-    own = [span for span in spans(timeline) if span.row == row]
-    for span in sorted(own, key=lambda span: span.begin_s):
+    for span in sorted(row, key=lambda span: span.begin_s):
         free = next((lane for lane in found if lane[-1].end_s <= span.begin_s), None)
         found.append([span]) if free is None else free.append(span)
     return found
@@ -89,7 +86,8 @@ def chrome_trace(predicted: Timeline, observed: Sequence[Timeline] = ()) -> str:
     for rank in range(max(1, len(observed))):
         events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
         steps = [("predicted", predicted), *(("observed", step) for step in observed[rank : rank + 1])]
-        tracks = [(f"{of} {row}", lane) for of, step in steps for row in ROWS for lane in lanes(step, row)]
+        rows = [(f"{of} {row}", own) for of, step in steps for row, own in spans(step).items()]
+        tracks = [(title, lane) for title, own in rows for lane in lanes(own)]
         for track, (title, lane) in enumerate(tracks, 1):
             on = {"pid": rank, "tid": track}
             events.append({"ph": "M", "name": "thread_name", "args": {"name": title}, **on})
@@ -116,7 +114,7 @@ def svg(timelines: Mapping[str, Timeline]) -> str:
     ticks = [digit * 10.0**power for power in range(-9, 12) for digit in (1, 2, 5)]
     apart_s = next(tick for tick in ticks if longest_s <= 10 * tick)
     scale = {"longest_s": longest_s, "apart_s": apart_s}
-    return _rendered("figure.svg.jinja", timelines=timelines, lanes=lanes, ms=ms, **scale)
+    return _rendered("figure.svg.jinja", timelines=timelines, spans=spans, lanes=lanes, ms=ms, **scale)
 
 
 def page(title: str, timelines: Mapping[str, Timeline], words: str = "") -> str:
@@ -155,11 +153,12 @@ def text(timelines: Mapping[str, Timeline]) -> str:
     lines = []
     for title, step in timelines.items():
         lines.append(f"{title}: {ms(step.step_s)}, {ms(step.exposed_s)} exposed")
-        cells = {row: [" "] * width for row in ROWS}
-        for span in spans(step):
-            parts = [(span.name, span.begin_s, span.hidden_s), ("#", span.hidden_s, span.end_s)]
-            for name, begin_s, end_s in parts:
-                first, after = int(begin_s * per_s), int(end_s * per_s) + (begin_s < end_s)
-                cells[span.row][first:after] = MARKS.get(name, name[-1]) * (after - first)
-        lines += [f"{row:{LABELS}}{''.join(cells[row])}".rstrip() for row in ("compute", "network")]
+        for row in ("compute", "network"):
+            cells = [" "] * width
+            for span in spans(step)[row]:
+                parts = [(span.name, span.begin_s, span.hidden_s), ("#", span.hidden_s, span.end_s)]
+                for name, begin_s, end_s in parts:
+                    first, after = int(begin_s * per_s), int(end_s * per_s) + (begin_s < end_s)
+                    cells[first:after] = MARKS.get(name, name[-1]) * (after - first)
+            lines.append(f"{row:{LABELS}}{''.join(cells)}".rstrip())
     return "\n".join([*lines, LEGEND])

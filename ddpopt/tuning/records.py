@@ -1,4 +1,4 @@
-"""What a step and a link were measured to cost: a profile and a link, and how they are stored as JSON.
+"""What a step and a link were measured to cost: a profile and a link.
 
 Times are in seconds, sizes in bytes. Invariant: a record names the hardware and the versions that it was
 measured with; one from a file is used only where it fits, and if its numbers are possible.
@@ -6,14 +6,11 @@ measured with; one from a file is used only where it fits, and if its numbers ar
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import platform
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
-from typing import Any, Self, TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,79 +18,11 @@ from torch import Tensor
 from ddpopt.errors import UsageError
 from ddpopt.planning.bucket_rule import ParamSpec
 from ddpopt.planning.limits import MIB
+from ddpopt.planning.stored import Stored
 
-FORMAT = 2
-LEAST = {"busy": 1, "world_size": 1}
-"""Of numbers that may not be 0."""
-Record = TypeVar("Record")
 LARGEST = 1 << 23
 """Bytes of the largest all-reduce that a link is measured with."""
-SHOWN = 5
 Time = TypeVar("Time", float, Tensor)
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A record that is stored as a JSON object, with its kind and format."""
-
-    def to_json(self) -> str:
-        """This as JSON text; `from_json` returns an equal one."""
-        return json.dumps({f"ddpopt_{type(self).__name__.lower()}": FORMAT, **asdict(self)}, indent=2)
-
-    @classmethod
-    def from_json(cls, text: str, where: str = "") -> Self:
-        """Read what `to_json` wrote, or what ``ddpopt tune --json`` wrote with it.
-
-        Args:
-            text: the document.
-            where: it came from, for messages.
-
-        Raises:
-            UsageError: `text` is not such a document, or was written by another version.
-        """
-        kind = cls.__name__.lower()
-        try:
-            row = json.loads(text)
-            row = dict(row.get(kind, row))
-            if (found := row.pop(f"ddpopt_{kind}")) != FORMAT:
-                raise ValueError(f"format {found!r}, which another version wrote; this one has {FORMAT}")
-            return cls._of(row)
-        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-            got = f"got something else: {type(error).__name__}: {error}"
-            raise UsageError(
-                f"{where}expected a {kind} that ddpopt wrote, {got}. Measure it again"
-            ) from error
-
-    @classmethod
-    def from_file(cls, option: str, file: str | os.PathLike[str]) -> Self:
-        """Read a file that an option names; raises UsageError as `read` and `from_json` do."""
-        return cls.from_json(read(option, file), f"{option} {os.fspath(file)}: ")
-
-    @classmethod
-    def _of(cls, row: dict[str, Any]) -> Self:
-        return checked(cls(**row))
-
-
-def checked(record: Record) -> Record:
-    """A record whose numbers are finite and not negative; raises TypeError or ValueError for others."""
-    for field in fields(record):  # type: ignore[arg-type]
-        value = getattr(record, field.name)
-        if field.type in ("float", "int", int) and not LEAST.get(field.name, 0) <= value < math.inf:
-            raise ValueError(f"{field.name} is {value!r}")
-    return record
-
-
-def read(option: str, file: str | os.PathLike[str]) -> str:
-    """The text of a file.
-
-    Raises:
-        UsageError: it cannot be read; the message begins with `option`.
-    """
-    try:
-        return Path(file).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        came = f"cannot read {str(file)!r}: {error}"
-        raise UsageError(f"{option}: {came}; name a file that ddpopt wrote") from error
 
 
 def conditions() -> dict[str, str]:
@@ -137,42 +66,30 @@ class Profile(Stored):
     strategy: str
     world_size: int
     measured: Mapping[str, str]
+    FORMAT = 2
 
     @property
     def alone_s(self) -> float:
         """The step without communication, in seconds."""
         return self.forward_s + self.backward_s + self.update_s
 
-    @classmethod
-    def _of(cls, row: dict[str, Any]) -> Self:
-        rows = [(checked(ParamSpec(**each["spec"])), each["ready_s"]) for each in row["gradients"]]
-        return super()._of({**row, "gradients": tuple(checked(Gradient(*each)) for each in rows)})
-
-    def require_fit(
-        self, where: str, specs: Iterable[ParamSpec], others: Mapping[str, Sequence[object]]
-    ) -> None:
-        """Check that this is a profile of a model, with this release of torch.
+    def require_fit(self, where: str, **others: Sequence[object]) -> None:
+        """Check that this was measured with this release of torch, for what it is used for.
 
         Args:
             where: it came from, for the message.
-            specs: the model's parameters.
             others: more that must be equal, by name: in the profile, and here.
 
         Raises:
-            UsageError: it is not; the message has each difference.
+            UsageError: it was not; the message has each difference.
         """
-        kinds = [_kinds(gradient.spec for gradient in self.gradients), _kinds(specs)]
         releases = [str(of).partition("+")[0] for of in (self.measured.get("torch"), torch.__version__)]
-        pairs: dict[str, Sequence[object]] = {"torch": releases, **others}
-        pairs |= {f"parameter {n!r}": [own.get(n, "none") for own in kinds] for n in kinds[0] | kinds[1]}
+        pairs = {"torch": releases, **others}
         lines = [f"  - {what}: {then}, here {here}" for what, (then, here) in pairs.items() if then != here]
         if lines:
-            more = f"  - and {len(lines) - SHOWN} more" if len(lines) > SHOWN else "Measure it again."
-            raise UsageError("\n".join([f"{where}: measured for something else:", *lines[:SHOWN], more]))
-
-
-def _kinds(specs: Iterable[ParamSpec]) -> dict[str, str]:
-    return {s.name: f"{s.nbytes:,} bytes of {s.dtype}{', sparse' if s.sparse else ''}" for s in specs}
+            raise UsageError(
+                "\n".join([f"{where}: measured for something else:", *lines, "Measure it again."])
+            )
 
 
 @dataclass(frozen=True)
@@ -200,6 +117,11 @@ class Link(Stored):
     backend: str
     world_size: int
     measured: Mapping[str, str]
+    FORMAT = 2
+
+    def __post_init__(self) -> None:
+        if self.busy < 1:
+            raise ValueError(f"busy is {self.busy!r}")
 
     def cost_s(self, nbytes: Time) -> Time:
         """How long one bucket of this size occupies the link while nothing is computed, in seconds."""

@@ -60,13 +60,11 @@ def world_sizes(text: str | None, measured: int) -> list[int]:
     Raises:
         UsageError: one is not a number of at least 2, or the link says nothing about more ranks.
     """
-    if text is None:
-        return []
-    if measured < 2:
-        raise UsageError(f"--world-size: expected a link of 2 or more ranks, got one of {measured}")
-    if not all(size.strip().isdecimal() and int(size) > 1 for size in text.split(",")):
-        raise UsageError(f"--world-size: expected numbers of 2 or more, such as 8,64,512, got {text!r}")
-    return [*map(int, text.split(","))]
+    sizes = [] if text is None else text.split(",")
+    if sizes and not (measured > 1 and all(size.strip().isdecimal() and int(size) > 1 for size in sizes)):
+        got = f"got {text!r} and {measured}"
+        raise UsageError(f"--world-size: expected numbers from 2 and a link of 2 or more ranks, {got}")
+    return [*map(int, sizes)]
 
 
 def steps_of(
@@ -85,9 +83,9 @@ def steps_of(
     """
     found = {}
     for size in sizes:
-        costs = {name: scaled(link, size, name) for name in ("ring", "tree")}
-        plans = {name: tune(profile, cost, most_bytes) for name, cost in costs.items()}
-        steps = {name: simulate(plans[name], profile, cost) for name, cost in costs.items()}
+        links = {f"{size:,} ranks, {name}": scaled(link, size, name) for name in ("ring", "tree")}
+        plans = {name: tune(profile, each, most_bytes) for name, each in links.items()}
+        steps = {name: simulate(plans[name], profile, each) for name, each in links.items()}
         best = min(steps, key=lambda name: steps[name].step_s)
-        found[f"{size:,} ranks, {best}"] = steps[best]
+        found[best] = steps[best]
     return found

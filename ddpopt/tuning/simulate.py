@@ -84,13 +84,15 @@ def simulate(plan: Plan, profile: Profile, link: Link) -> Timeline:
         When each bucket is complete, sent and back, and when the step ends.
 
     Raises:
-        UsageError: the plan's gradients are not those of the profile.
+        UsageError: the plan's gradients are not those of the profile; the message says which.
     """
-    sizes = {gradient.spec.name: gradient.spec.nbytes for gradient in profile.gradients}
-    held = [sum(sizes.pop(name, math.nan) for name in bucket.params) for bucket in plan.buckets]
-    if sizes or held != [bucket.nbytes for bucket in plan.buckets]:
-        raise UsageError("the plan and the profile are of different models; make both of the same one")
     ready_s = {gradient.spec.name: gradient.ready_s for gradient in profile.gradients}
+    sizes = {gradient.spec.name: gradient.spec.nbytes for gradient in profile.gradients}
+    held = [(each, [sizes.pop(name, math.nan) for name in each.params]) for each in plan.buckets]
+    differing = [*sizes, *(name for each, own in held if sum(own) != each.nbytes for name in each.params)]
+    if differing:
+        several = f"{len(differing)} parameters differ, such as {differing[0]!r}"
+        raise UsageError(f"the plan and the profile are of different models: {several}; make both of one")
     free = latest = delay = 0.0
     computed, begin = profile.backward_s, profile.forward_s
     last = max(ready_s.values(), default=0.0)

@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddpopt.planning.bucket_rule import ParamSpec
-from ddpopt.tuning import tune
 from ddpopt.tuning.records import Gradient, Link, Profile
 from ddpopt.tuning.simulate import Timeline, simulate
-from ddpopt.tuning.tune import plan_of
+from ddpopt.tuning.tune import LINKS, plan_of, tune
 
 LINK = Link(1e-3, 1e-4, 0.0, 1.0, 0.0, "gloo", 2, {})
 times = st.integers(0, 40).map(lambda tenths: tenths / 10)
@@ -45,8 +44,16 @@ def step_of(groups: Sequence[Sequence[Gradient]], profile: Profile, link: Link) 
 
 def back_s(groups: Sequence[Sequence[Gradient]], drawn: Sequence[Gradient], link: Link) -> float:
     """When the last bucket is back in the simulated step."""
-    profile = Profile(tuple(drawn), 0.0, drawn[-1].ready_s, 0.0, "eager", 2, {})
-    return step_of(groups, profile, link).buckets[-1].back_s
+    return step_of(groups, profile_of(drawn), link).buckets[-1].back_s
+
+
+def profile_of(drawn: Sequence[Gradient]) -> Profile:
+    return Profile(tuple(drawn), 0.0, drawn[-1].ready_s, 0.0, "eager", 2, {})
+
+
+def tuned_of(drawn: Sequence[Gradient], link: Link, most: float) -> list[list[Gradient]]:
+    by_name = {gradient.spec.name: gradient for gradient in drawn}
+    return [[by_name[name] for name in b.params] for b in tune(profile_of(drawn), link, most).buckets]
 
 
 def kind(gradient: Gradient) -> object:
@@ -84,14 +91,14 @@ def merged(buckets: Sequence[Sequence[Gradient]]) -> Iterator[list[Sequence[Grad
 def test_no_division_of_the_ready_order_ends_earlier_and_no_merge_ends_as_early(
     drawn: list[Gradient], link: Link, most: float
 ) -> None:
-    tuned = tune.partition(drawn, link, most)
+    tuned = tuned_of(drawn, link, most)
     assert sorted(g.spec.name for b in tuned for g in b) == sorted(g.spec.name for g in drawn)
     assert all(fits(bucket, most) and len({*map(kind, bucket)}) == 1 for bucket in tuned)
     end = back_s(tuned, drawn, link)
     assert end <= min(back_s(each, drawn, link) for each in divisions(drawn, most)) * (1 + 1e-9)
     shares = [
         replace(link, latency_s=share * link.latency_s, seconds_per_byte=share * link.seconds_per_byte)
-        for share in tune.LINKS
+        for share in LINKS
     ]
     ends = [back_s(tuned, drawn, each) for each in shares]
     for other in merged(tuned):
@@ -103,6 +110,6 @@ def test_no_division_of_the_ready_order_ends_earlier_and_no_merge_ends_as_early(
 @pytest.mark.parametrize(("sparse", "dtypes", "count"), [(0, 2, 5000), (26, 1, 36), (0, 8, 80)])
 def test_tuning_ends_for_many_gradients_and_for_many_classes(sparse: int, dtypes: int, count: int) -> None:
     specs = [ParamSpec(f"p{n}", 1 + n % 7, f"dtype {n % dtypes}", "cpu", n < sparse) for n in range(count)]
-    tuned = tune.partition([Gradient(spec, n * 1e-3) for n, spec in enumerate(specs)], LINK, 5)
+    tuned = tuned_of([Gradient(spec, n * 1e-3) for n, spec in enumerate(specs)], LINK, 5)
     assert sorted(g.spec.name for b in tuned for g in b) == sorted(spec.name for spec in specs)
     assert all(len({g.spec.dtype for g in bucket}) == 1 for bucket in tuned)

@@ -16,7 +16,7 @@ from ddpopt.fuzz.signatures import FailureSignature
 from ddpopt.gate.baseline import Baseline, Measuring, release_of, write
 from ddpopt.ranks.pool import Pool
 from ddpopt.testing.drawn import DrawnModel, step
-from ddpopt.tuning.records import FORMAT, Link
+from ddpopt.tuning.records import Link
 from tests.commands import run
 from tests.unit.gate_figures import FIGURES
 
@@ -42,7 +42,7 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     Path("other.json").write_text("{}")
     Path("fast.json").write_text(replace(CASE, mode="fast").to_json())
     Path("link.json").write_text(LINK.to_json())
-    Path("old.json").write_text(LINK.to_json().replace(f'_link": {FORMAT}', '_link": 1'))
+    Path("old.json").write_text(LINK.to_json().replace(f'_link": {Link.FORMAT}', '_link": 1'))
     Path("cut").mkdir()
     Path("cut/campaign.json").write_text("{")
 
@@ -77,16 +77,19 @@ def test_the_command_that_fuzz_prints_for_a_failure_runs(capsys: pytest.CaptureF
         ("tune tied --html no/t.html", "--html: cannot write 'no/t.html'; name a file in a writable folder"),
         ("explain tied --link case.json", "--link: expected --profile FILE with it, which 'ddpopt tune"),
         ("tune tied --link cut", "--link: cannot read 'cut': [Errno 21] Is a directory: 'cut'; name a file"),
-        ("tune tied --world-size 8,1", "--world-size: expected numbers of 2 or more, such as 8,64,512, got"),
-        ("tune tied --world-size=", "--world-size: expected numbers of 2 or more, such as 8,64,512, got ''"),
-        ("tune tied --world-size 8 --link link.json", "expected a link of 2 or more ranks, got one of 1"),
+        (
+            "tune tied --world-size 8,1",
+            "--world-size: expected numbers from 2 and a link of 2 or more ranks, got '8,1' and 2",
+        ),
+        ("tune tied --world-size=", "expected numbers from 2 and a link of 2 or more ranks, got '' and 2"),
+        ("tune tied --world-size 8 --link link.json", "a link of 2 or more ranks, got '8' and 1"),
         (
             "tune tied --world-size 8 --nproc 1",
-            "--world-size: expected a link of 2 or more ranks, got one of",
+            "--world-size: expected numbers from 2 and a link of 2 or more ranks, got '8' and 1",
         ),
         (
             "tune tied --link old.json",
-            "format 1, which another version wrote; this one has 2. Measure it again",
+            "format 1, which another version wrote; this one has 2. Make it again",
         ),
         ("tune tied --backend nosuch", "expected the name of a Dynamo backend, got 'nosuch'; known"),
         ("tune tied --most-mb 0", "--most-mb: expected a positive number, got 0.0"),

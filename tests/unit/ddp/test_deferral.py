@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ddpopt.ddp.deferral import PendingLogger, PendingReducer, defer
+from ddpopt.ddp.deferral import PendingReducer, defer, pending
 from ddpopt.ddp.impose import impose, imposed_plan
 from ddpopt.dynamo.quiet import gc_paused
 from ddpopt.errors import PlanMismatchError
@@ -24,7 +24,7 @@ def forward(ddp: Any) -> torch.Tensor:
 
 
 def is_pending(ddp: Any) -> bool:
-    return isinstance(ddp.reducer, PendingReducer) or isinstance(ddp.logger, PendingLogger)
+    return isinstance(ddp.reducer, PendingReducer) or pending(ddp) is not None
 
 
 def test_the_plan_is_asked_for_once_at_the_end_of_the_first_synchronized_forward() -> None:

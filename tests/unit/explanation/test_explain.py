@@ -1,7 +1,7 @@
 """The text of explanations, and what cannot be explained."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -164,7 +164,7 @@ def test_a_profile_adds_the_step_that_it_predicts(tmp_path: Path) -> None:
     for record in (profile, link):
         (tmp_path / type(record).__name__).write_text(record.to_json())
     (tmp_path / "both").write_text(json.dumps(tuned))
-    shown = explanation.predicted(specs.values(), str(tmp_path / "both"), str(tmp_path / "Link"))
+    shown = explanation.predicted(str(tmp_path / "both"), str(tmp_path / "Link"))
     assert_expected_inline(
         str(shown).removeprefix(f"{explanation}\n\n"),
         """\
@@ -180,12 +180,13 @@ the last digit of a bucket: sent while backward computes""",
     steps = json.loads(shown.to_json())["timelines"]
     for name, of in {"explained": shown.plan, "tuned": plan}.items():
         assert steps[name]["step_s"] == simulate(of, profile, link).step_s
-    alone = explanation.predicted(specs.values(), str(tmp_path / "Profile"), str(tmp_path / "Link"))
+    alone = explanation.predicted(str(tmp_path / "Profile"), str(tmp_path / "Link"))
     assert [*alone.timelines] == ["explained"]
     with pytest.raises(UsageError, match=r"^--profile: cannot read 'absent'"):
-        explanation.predicted(specs.values(), "absent")
-    with pytest.raises(UsageError, match="Profile: measured for something else"):
-        explanation.predicted([*specs.values()][1:], str(tmp_path / "Profile"))
+        explanation.predicted("absent")
+    (tmp_path / "Profile").write_text(replace(profile, gradients=ready[1:]).to_json())
+    with pytest.raises(UsageError, match="of different models"):
+        explanation.predicted(str(tmp_path / "Profile"), str(tmp_path / "Link"))
 
 
 def test_a_case_that_draws_its_weights_leaves_the_callers_generator_alone() -> None:

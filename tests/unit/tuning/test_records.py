@@ -12,9 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from ddpopt.ddp.impose import imposed_plan
-from ddpopt.errors import UsageError
+from ddpopt.errors import PlanMismatchError, UsageError
 from ddpopt.planning.bucket_rule import ParamSpec, specs_from_ddp
-from ddpopt.tuning.records import Gradient, Link, Profile, Stored
+from ddpopt.planning.stored import Stored
+from ddpopt.tuning.records import Gradient, Link, Profile
 from ddpopt.tuning.simulate import simulate
 from ddpopt.tuning.tune import plan_of, tune
 
@@ -30,12 +31,12 @@ def test_what_was_stored_is_read_back_equal_and_nothing_else_is_read(stored: Sto
     wrong = {
         "{": f"expected a {kind} that ddpopt wrote, got something else: JSONDecodeError: Expecting",
         "[]": f"expected a {kind} that ddpopt wrote, got something else: AttributeError: 'list'",
-        text.replace("world_size", "ranks"): "unexpected keyword argument 'ranks'. Measure it again",
+        text.replace("world_size", "ranks"): "argument: 'world_size'. Make it again",
         text.replace(f'"ddpopt_{kind}": 2', f'"ddpopt_{kind}": 1'): (
-            "ValueError: format 1, which another version wrote; this one has 2. Measure it again"
+            "ValueError: format 1, which another version wrote; this one has 2. Make it again"
         ),
-        text.replace('"ready_s"', '"at"').replace('"backend": "gloo"', '"x": 1'): ". Measure it again",
-        text.replace('"world_size": 2', '"world_size": 0'): "ValueError: world_size is 0. Measure",
+        text.replace('"ready_s"', '"at"').replace('"backend": "gloo"', '"x": 1'): ". Make it again",
+        text.replace('"world_size": 2', '"world_size": -1'): "ValueError: expected a number, got -1. Make",
         text.replace("0.1", "NaN").replace('"busy": 1.0', '"busy": 0.5'): "ValueError: ",
         "[" * 100_000: "RecursionError",
     }
@@ -44,7 +45,7 @@ def test_what_was_stored_is_read_back_equal_and_nothing_else_is_read(stored: Sto
             type(stored).from_json(given, "--link a.json: ")
         assert str(caught.value).startswith(f"--link a.json: expected a {kind}")
         assert said in str(caught.value)
-    with pytest.raises(UsageError, match="the plan and the profile are of different models"):
+    with pytest.raises(UsageError, match="different models: 1 parameters differ, such as 'p'; make both"):
         simulate(plan_of([[replace(GRADIENT.spec, nbytes=8)]], ""), PROFILE, LINK)
 
 
@@ -62,10 +63,7 @@ def test_a_tuned_plan_is_used_only_where_it_fits_and_the_error_has_each_differen
 
     compiled(link)
     assert imposed_plan(ddp) == tune(replace(PROFILE, gradients=(weight, bias)), link)
-    weight, bias = (
-        replace(weight, spec=ParamSpec("weight", 8, "bfloat16", "cuda:1")),
-        replace(bias, spec=replace(bias.spec, sparse=True)),
-    )
+    weight = replace(weight, spec=ParamSpec("weight", 8, "bfloat16", "cuda:1"))
     with pytest.raises(UsageError) as caught:
         compiled(LINK, measured={"torch": "2.0+cpu"}, strategy="eager")
     assert str(caught.value) == (
@@ -74,6 +72,8 @@ def test_a_tuned_plan_is_used_only_where_it_fits_and_the_error_has_each_differen
         "  - device: cuda, here cpu\n"
         "  - strategy: eager, here inline\n"
         "  - ranks: 2, here 1\n"
-        "  - parameter 'weight': 8 bytes of bfloat16, here 24 bytes of float32\n"
-        "  - and 1 more"
+        "Measure it again."
     )
+    weight = replace(weight, spec=replace(weight.spec, device="cpu"))
+    with pytest.raises(PlanMismatchError, match="planned as 8 bytes of bfloat16, but its parameters are 24 "):
+        compiled(link)
