@@ -41,10 +41,10 @@ def compile_step(gm: fx.GraphModule, inputs: Sequence[Any], backend: str | Compi
         A function of the graph's inputs.
     """
     compiler = find_compiler(backend)
+    _relax_views(gm)
     if is_inductor(compiler):
         compiler = configured(compiler, options=IN_ORDER)
         numbers_as_tensors(gm)
-    _relax_views(gm)
     # it would take the numbers for constants
     untouched = patch.object(_tensorify_python_scalars, "_is_tensorify_enabled", lambda: False)
     with untouched, torch.no_grad():

@@ -58,23 +58,23 @@ class Override:
 class _Opaque(nn.Module):
     """Calls another module through one operator."""
 
+    module: nn.Module
+    like: Callable[..., Tensor]
+
     def __init__(self, module: nn.Module, like: Callable[..., Tensor]) -> None:
         super().__init__()
-        self.names = [name for name, _ in module.named_parameters()]
         self.handle = next(_handles)
         _opaque[self.handle] = self
         vars(self).update(module=module, like=like)  # its parameters are not this module's
+        self.names = [name for name, _ in module.named_parameters()]
 
     def forward(self, *inputs: Tensor) -> Any:
-        parameters = dict(vars(self)["module"].named_parameters())
-        tensors = [*inputs, *(parameters[name] for name in self.names)]
-        return torch.ops.ddpopt.opaque(self.handle, tensors)
+        return torch.ops.ddpopt.opaque(self.handle, [*self.module.parameters(), *inputs])
 
     def run(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Call the module with inputs and parameters."""
-        count = len(tensors) - len(self.names)
-        parameters = dict(zip(self.names, tensors[count:], strict=True))
-        result: Tensor = functional_call(vars(self)["module"], parameters, (*tensors[:count],))
+        """Call the module with parameters and inputs."""
+        parameters = dict(zip(self.names, tensors, strict=False))
+        result: Tensor = functional_call(self.module, parameters, (*tensors[len(self.names) :],))
         return result
 
 
@@ -102,16 +102,12 @@ def opaque(
     return _Opaque(module, like)
 
 
-_library: Any = torch.library.Library("ddpopt", "FRAGMENT")  # type: ignore[no-untyped-call]  # torch types it not
-_library.define("opaque(int handle, Tensor[] tensors) -> Tensor")
-_library.define("opaque_backward(int handle, Tensor gradient, Tensor[] tensors) -> Tensor[]")
-
-
+@torch.library.custom_op("ddpopt::opaque", mutates_args=())
 def _run(handle: int, tensors: Sequence[Tensor]) -> Tensor:
-    with torch.no_grad():
-        return _opaque[handle].run(tensors)
+    return _opaque[handle].run(tensors)
 
 
+@torch.library.custom_op("ddpopt::opaque_backward", mutates_args=())
 def _run_backward(handle: int, gradient: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     # autograd records nothing inside an operator, but it does on another thread
     with ThreadPoolExecutor(1) as thread:
@@ -126,21 +122,6 @@ def _gradients(handle: int, gradient: Tensor, tensors: Sequence[Tensor]) -> list
     return [next(found) if leaf.requires_grad else torch.zeros_like(leaf) for leaf in leaves]
 
 
-def _fake(handle: int, tensors: Sequence[Tensor]) -> Tensor:
-    stand_in = _opaque[handle]
-    made: Tensor = vars(stand_in)["like"](*tensors[: len(tensors) - len(stand_in.names)])
-    return made
-
-
-def _fake_backward(_: int, __: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [torch.empty_like(each) for each in tensors]
-
-
-for _name, _real, _made in (("opaque", _run, _fake), ("opaque_backward", _run_backward, _fake_backward)):
-    _library.impl(_name, _real, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"ddpopt::{_name}", _made, lib=_library)
-
-
 def _save(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG001  # torch passes it
     ctx.handle = inputs[0]
     ctx.save_for_backward(*inputs[1])
@@ -151,7 +132,9 @@ def _backward(ctx: Any, gradient: Tensor) -> Any:
     return None, [each if each.is_floating_point() else None for each in found]
 
 
-torch.library.register_autograd("ddpopt::opaque", _backward, setup_context=_save, lib=_library)
+_run.register_fake(lambda handle, tensors: _opaque[handle].like(*tensors[len(_opaque[handle].names) :]))
+_run_backward.register_fake(lambda _, __, tensors: [torch.empty_like(each) for each in tensors])
+_run.register_autograd(_backward, setup_context=_save)
 
 
 @dataclass
