@@ -142,14 +142,10 @@ def _move_up(begin: fx.Node, last: fx.Node) -> None:
     source: Any = begin.args[1]
     while source.next.op == "placeholder":
         source = source.next
-    node = begin.next
-    while True:
-        following = node.next
+    while source is not last:
+        node = begin.next  # it leaves, and another one follows
         source.append(node)
         source = node
-        if node is last:
-            return
-        node = following
 
 
 def _require_own_optimizers(seen: Seen) -> None:

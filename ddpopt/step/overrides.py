@@ -175,13 +175,16 @@ def replacements(root: nn.Module, overrides: Sequence[Override]) -> Iterator[Swa
                 yield Swap(module._modules, key, made)
 
 
-def passed(change: Callable[[], fx.GraphModule | None], gm: fx.GraphModule, what: str) -> fx.GraphModule:
+def passed(
+    change: Callable[..., fx.GraphModule | None], gm: fx.GraphModule, what: str, *given: Any
+) -> fx.GraphModule:
     """Run a pass over a graph, and check what it did.
 
     Args:
-        change: the pass; it may change `gm`, or return another graph.
+        change: the pass; it may change the graph, or return another one.
         gm: the graph.
         what: the name of the pass, for the error.
+        given: what the pass gets besides the graph.
 
     Returns:
         The graph to use.
@@ -190,7 +193,7 @@ def passed(change: Callable[[], fx.GraphModule | None], gm: fx.GraphModule, what
         UsageError: the graph that it leaves is broken, or takes, returns or sends something else.
     """
     before = _face(gm)
-    found = change()
+    found = change(gm, *given)
     changed = gm if found is None else found
     if not isinstance(changed, fx.GraphModule):
         raise UsageError(f"{what}: expected a GraphModule or None, got {changed!r}")

@@ -9,6 +9,7 @@ import inspect
 import logging
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from types import FunctionType, MethodType
 from typing import Any
@@ -27,9 +28,9 @@ from ddpopt.planning.plan import Plan
 from ddpopt.step.collectives import digests, insert_collectives, plan_step
 from ddpopt.step.compiling import compile_step
 from ddpopt.step.failures import WHAT, agree, told
-from ddpopt.step.fallback import Inline
+from ddpopt.step.fallback import inline
 from ddpopt.step.graphs import Captured, capture
-from ddpopt.step.overrides import Override, Swap, passed, replacements, swapped
+from ddpopt.step.overrides import Swap, passed, replacements, swapped
 from ddpopt.step.replicas import require_supported
 from ddpopt.step.settings import StepSettings, note_running
 from ddpopt.step.tracing import Seen, traceable
@@ -71,7 +72,7 @@ class TrainStep:
         self._ddps: Sequence[weakref.ReferenceType[Any]] = ()
         self._replaced: WeakKeyDictionary[DistributedDataParallel, Sequence[Swap]] = WeakKeyDictionary()
         self._swaps: Sequence[Swap] = ()
-        self._inline: Inline | None = None
+        self._inline: Callable[[], AbstractContextManager[object]] | None = None
 
     @property
     def plans(self) -> tuple[Plan, ...]:
@@ -87,8 +88,8 @@ class TrainStep:
                 if self._settings.fallback is None:
                     raise
                 logger.info("ddpopt: the step runs in eager around a compiled model: %s", error)
-                self._inline = Inline(self._settings.backend)
-        with self._inline.calls_compiled():
+                self._inline = inline(self._settings.backend)
+        with self._inline():
             return self._function(*args, **kwargs)
 
     def _run(self, args: Any, kwargs: Any) -> Any:
@@ -129,26 +130,25 @@ class TrainStep:
         settings = self._settings
         # what watches the user's program must not see fake tensors
         with swapped(self._swaps), _disable_current_modes():
-            captured, plans = self._planned(gm, inputs)
+            captured = self._captured(gm, inputs)
+            plans = plan_step(captured)
             insert_collectives(captured, plans, settings.fusion)
-            whole = captured.gm
-            if (transform := settings.transform) is not None:
-                whole = passed(lambda: transform(captured.gm), captured.gm, f"{WHAT}(transform=...)")
-            graph = Graph(whole, plans)
-            compiled = compile_step(whole, inputs, settings.backend)
+            if settings.transform is not None:
+                changed = passed(settings.transform, captured.gm, f"{WHAT}(transform=...)")
+                captured = replace(captured, gm=changed)
+            graph, keys = Graph(captured.gm, plans), digests(captured, plans)
+            compiled = compile_step(graph.gm, inputs, settings.backend)
         self.graphs.append(graph)
         sizes = [len(plan.buckets) for plan in plans]
-        logger.info("ddpopt: a train step of %d nodes, buckets: %s", len(whole.graph.nodes), sizes)
+        logger.info("ddpopt: a train step of %d nodes, buckets: %s", len(graph.gm.graph.nodes), sizes)
 
-        keys = digests(replace(captured, gm=whole), plans)
-        names = [replica.name for replica in captured.replicas]
         self._imposed.update((each.ddp, imposed_plan(each.ddp)) for each in captured.replicas)
         self._ddps = refs = [weakref.ref(replica.ddp) for replica in captured.replicas]
-        groups = [group_name(replica.group) for replica in captured.replicas]
+        known = [(replica.name, group_name(replica.group)) for replica in captured.replicas]
 
         def run(*inputs: Any) -> Any:
             ddps: list[Any] = [each() for each in refs]
-            for name, ddp, group in zip(names, ddps, groups, strict=True):
+            for ddp, (name, group) in zip(ddps, known, strict=True):
                 require_supported(name, ddp)  # a hook may be new
                 if (now := group_name(ddp.process_group)) != group:
                     now, then = now or DEFAULT, group or DEFAULT
@@ -163,16 +163,20 @@ class TrainStep:
 
         return run
 
-    def _planned(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[Captured, tuple[Plan, ...]]:
+    def _captured(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Captured:
+        """The graph of a step, after the user's overrides."""
         if not self._seen.replicas:
             raise UsageError(
                 f"{WHAT}: expected that the step calls a DistributedDataParallel module, and it calls none; "
                 "wrap the model in DDP first"
             )
         captured = capture(gm, inputs, self._seen)
+        given = zip(captured.gm.graph.find_nodes(op="placeholder"), inputs, strict=True)
+        state = {node.name: each for node, each in given if isinstance(each, torch.Tensor)}
         for override in self._settings.overrides:
-            captured = _overridden(captured, inputs, override)
-        return captured, plan_step(captured)
+            what = f"{type(override).__name__}.transform"
+            captured = replace(captured, gm=passed(override.transform, captured.gm, what, state))
+        return captured
 
 
 def _own_copy(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -182,14 +186,3 @@ def _own_copy(function: Callable[..., Any]) -> Callable[..., Any]:
     found = FunctionType(function.__code__.replace(), function.__globals__, closure=function.__closure__)
     found.__defaults__, found.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
     return found
-
-
-def _overridden(captured: Captured, inputs: Sequence[Any], override: Override) -> Captured:
-    gm, placeholders = captured.gm, captured.gm.graph.find_nodes(op="placeholder")
-    state = {
-        node.name: each
-        for node, each in zip(placeholders, inputs, strict=True)
-        if isinstance(each, torch.Tensor)
-    }
-    what = f"{type(override).__name__}.transform"
-    return replace(captured, gm=passed(lambda: override.transform(gm, state), gm, what))
