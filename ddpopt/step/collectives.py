@@ -17,11 +17,11 @@ from torch import Tensor, fx
 
 from ddpopt.ddp.agreement import group_name
 from ddpopt.ddp.impose import imposed_plan
-from ddpopt.planning.bucket_rule import ready_buckets
+from ddpopt.planning.bucket_rule import ParamSpec, ready_buckets
 from ddpopt.planning.limits import BucketConfig
 from ddpopt.planning.plan import Bucket, Plan, Segment
 from ddpopt.step.graphs import Captured
-from ddpopt.step.replicas import AVERAGE, Averaged, Replica
+from ddpopt.step.replicas import AVERAGE, Replica
 from ddpopt.step.settings import Fusion
 
 aten: Any = torch.ops.aten
@@ -33,7 +33,7 @@ def digests(captured: Captured, plans: Sequence[Plan]) -> dict[str, int]:
     sent: dict[str, list[Any]] = {}
     for replica, plan in zip(captured.replicas, plans, strict=True):
         buckets = [(bucket.params, bucket.nbytes) for bucket in plan.buckets]
-        sent.setdefault(replica.group.group_name, []).append(buckets)
+        sent.setdefault(replica.ddp.process_group.group_name, []).append(buckets)
     for node in captured.gm.graph.nodes:
         if str(node.target).startswith("_c10d_functional") and node.args[-1] in sent:
             shape = tuple(getattr(node.meta.get("val"), "shape", ()))
@@ -55,32 +55,27 @@ def plan_step(captured: Captured) -> tuple[Plan, ...]:
     """
     nodes = tuple(node.name for node in captured.gm.graph.nodes if node.op not in ("placeholder", "output"))
     return tuple(
-        _plan(replica, [each for each in captured.slots if each.replica is replica], nodes)
+        _plan(replica, [each.spec for each in captured.slots if each.replica is replica], nodes)
         for replica in captured.replicas
     )
 
 
-def _plan(replica: Replica, ready: Sequence[Averaged], nodes: tuple[str, ...]) -> Plan:
-    specs = [each.spec for each in ready]
+def _plan(replica: Replica, ready: Sequence[ParamSpec], nodes: tuple[str, ...]) -> Plan:
+    names = tuple(spec.name for spec in ready)
     given = imposed_plan(replica.ddp)
     if given is None:
-        found = [
-            ([specs[place] for place in members], reason)
-            for members, reason in ready_buckets(specs, BucketConfig.from_ddp(replica.ddp))
-        ]
+        by_rule = ready_buckets(ready, BucketConfig.from_ddp(replica.ddp))
+        wanted = [([names[place] for place in members], reason) for members, reason in by_rule]
     else:
-        by_name = {spec.name: spec for spec in specs}
-        found = [
-            ([by_name[name] for name in each.params if name in by_name], each.reason)
-            for each in given.buckets
-        ]
-    found = [(members, reason) for members, reason in found if members]
-    buckets = tuple(Bucket.of(index, members, 0, reason) for index, (members, reason) in enumerate(found))
-    names = tuple(spec.name for spec in specs)
+        wanted = [([*bucket.params], bucket.reason) for bucket in given.buckets]
+    by_name = dict(zip(names, ready, strict=True))
+    found = [([by_name[name] for name in own if name in by_name], reason) for own, reason in wanted]
+    filled = enumerate((members, reason) for members, reason in found if members)
+    buckets = tuple(Bucket.of(index, members, 0, reason) for index, (members, reason) in filled)
     segment = Segment(0, 0, nodes, names, tuple(range(len(buckets))))
     known = [name for name, each in replica.ddp.module.named_parameters() if each.requires_grad]
     unread = tuple(name for name in known if name not in names)
-    return Plan(buckets, (segment,), (), unread, group=group_name(replica.group))
+    return Plan(buckets, (segment,), (), unread, group=group_name(replica.ddp.process_group))
 
 
 def insert_collectives(captured: Captured, plans: Sequence[Plan], fusion: Fusion) -> None:
@@ -99,7 +94,7 @@ def insert_collectives(captured: Captured, plans: Sequence[Plan], fusion: Fusion
     order = {node: place for place, node in enumerate(graph.nodes)}
     for number, plan in enumerate(plans):
         prefix = "" if len(plans) == 1 else f"module_{number}_"
-        group = captured.replicas[number].group
+        group = captured.replicas[number].ddp.process_group
         for bucket in plan.buckets:
             nodes = sorted((marked[number, name] for name in bucket.params), key=order.__getitem__)
             readers = [user for node in nodes for user in node.users if user not in nodes]
@@ -149,9 +144,8 @@ class _Send:
 
     def _flat(self, node: fx.Node) -> fx.Node:
         """A gradient as it lies in memory."""
-        value = node.meta["val"]
-        permuted = self._add("permuted", aten.permute.default, node.args[0], _order(value))
-        return self._add("part", aten.reshape.default, permuted, [value.numel()])
+        permuted = self._add("permuted", aten.permute.default, node.args[0], _order(node.meta["val"]))
+        return self._add("part", aten.reshape.default, permuted, [-1])
 
     def _restored(self, part: fx.Node, value: Tensor) -> fx.Node:
         """A gradient with the strides that it had."""

@@ -23,7 +23,7 @@ def inline(backend: str | CompilerFn) -> Callable[[], AbstractContextManager[obj
     Returns:
         Makes a block in which calls of DDP modules go to their compiled forms.
     """
-    own = DistributedDataParallel.forward
+    own: Any = DistributedDataParallel.forward
     compiled: dict[int, Any] = {}
     running: list[Any] = []
 

@@ -43,7 +43,7 @@ def numbers_as_tensors(gm: fx.GraphModule) -> None:
     numbers: dict[fx.Node, None] = {}
     for node in gm.graph.nodes:
         if node.target == aten._local_scalar_dense.default:
-            node.target, node.args = aten.view.default, (*node.args, [])
+            node.target, node.args, node.meta = aten.view.default, (*node.args, []), {}
             numbers[node] = None
         elif node.op == "call_function" and any(each in numbers for each in node.all_input_nodes):
             if node.target in ARITHMETIC:

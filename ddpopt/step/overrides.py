@@ -55,37 +55,7 @@ class Override:
         return graph_module
 
 
-class _Opaque(nn.Module):
-    """Calls another module through one operator."""
-
-    module: nn.Module
-    like: Callable[..., Tensor]
-
-    def __init__(self, module: nn.Module, like: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.handle = next(_handles)
-        _opaque[self.handle] = self
-        vars(self).update(module=module, like=like)  # its parameters are not this module's
-        self.names = [name for name, _ in module.named_parameters()]
-
-    def forward(self, *inputs: Tensor) -> Any:
-        return torch.ops.ddpopt.opaque(self.handle, [*self.module.parameters(), *inputs])
-
-    def run(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Call the module with parameters and inputs."""
-        parameters = dict(zip(self.names, tensors, strict=False))
-        result: Tensor = functional_call(self.module, parameters, (*tensors[len(self.names) :],))
-        return result
-
-
-_handles = itertools.count()
-_opaque: "WeakValueDictionary[int, _Opaque]" = WeakValueDictionary()
-"""The stand-ins, by the number that stands for one in a graph."""
-
-
-def opaque(
-    module: nn.Module, like: Callable[..., Tensor] = lambda *inputs: torch.empty_like(inputs[0])
-) -> nn.Module:
+class opaque(nn.Module):
     """A stand-in that computes what a module computes, but is a single operator in the graph of a step.
 
     Its backward runs the module once more. The module takes tensors and returns one; it draws no random
@@ -95,11 +65,32 @@ def opaque(
         module: the module; its code may be anything that runs in eager.
         like: returns an empty tensor of the form of the module's output, given the inputs; by default of the
             form of the first one.
-
-    Returns:
-        The stand-in.
     """
-    return _Opaque(module, like)
+
+    def __init__(
+        self, module: nn.Module, like: Callable[..., Tensor] = lambda *inputs: torch.empty_like(inputs[0])
+    ) -> None:
+        super().__init__()
+        self.handle = next(_handles)
+        _opaque[self.handle] = self
+        self.like: Callable[..., Tensor] = like
+        self.held = (module,)  # in a tuple, as its parameters are not this module's
+        self.names: list[str] = [name for name, _ in module.named_parameters()]
+
+    def forward(self, *inputs: Tensor) -> Any:
+        """Call the operator with parameters and inputs."""
+        return torch.ops.ddpopt.opaque(self.handle, [*self.held[0].parameters(), *inputs])
+
+    def run(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Call the module with parameters and inputs."""
+        parameters = dict(zip(self.names, tensors, strict=False))
+        result: Tensor = functional_call(self.held[0], parameters, (*tensors[len(self.names) :],))
+        return result
+
+
+_handles = itertools.count()
+_opaque: "WeakValueDictionary[int, opaque]" = WeakValueDictionary()
+"""The stand-ins, by the number that stands for one in a graph."""
 
 
 @torch.library.custom_op("ddpopt::opaque", mutates_args=())
@@ -164,10 +155,8 @@ def _exchange(swaps: Sequence[Swap]) -> None:
 def replacements(root: nn.Module, overrides: Sequence[Override]) -> Iterator[Swap]:
     """The submodules to replace."""
     for name, module in [*root.named_modules()]:
-        for key, child in [*module._modules.items()]:
+        for key, child in [(key, each) for key, each in module._modules.items() if each is not None]:
             path = f"{name}.{key}" if name else key
-            if child is None:
-                continue
             made = child
             for override in overrides:
                 made = override.replacement(path, made)
@@ -175,9 +164,7 @@ def replacements(root: nn.Module, overrides: Sequence[Override]) -> Iterator[Swa
                 yield Swap(module._modules, key, made)
 
 
-def passed(
-    change: Callable[..., fx.GraphModule | None], gm: fx.GraphModule, what: str, *given: Any
-) -> fx.GraphModule:
+def passed(change: Callable[..., Any], gm: fx.GraphModule, what: str, *given: Any) -> fx.GraphModule:
     """Run a pass over a graph, and check what it did.
 
     Args:
