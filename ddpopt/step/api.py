@@ -14,9 +14,7 @@ from ddpopt.errors import UnsupportedError, UsageError
 from ddpopt.graph.nodes import CompilerFn
 from ddpopt.planning.strategy import require_choice
 from ddpopt.step.overrides import Override, Transform
-from ddpopt.step.settings import Fallback, Fusion, StepSettings
-
-WHAT = "ddpopt.train_step"
+from ddpopt.step.settings import WHAT, Fallback, Fusion, StepSettings
 
 
 def train_step(

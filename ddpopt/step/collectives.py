@@ -17,11 +17,11 @@ from torch import Tensor, fx
 
 from ddpopt.ddp.agreement import group_name
 from ddpopt.ddp.impose import imposed_plan
-from ddpopt.planning.bucket_rule import ready_buckets
+from ddpopt.planning.bucket_rule import ParamSpec, ready_buckets
 from ddpopt.planning.limits import BucketConfig
 from ddpopt.planning.plan import Bucket, Plan, Segment
 from ddpopt.step.graphs import Captured
-from ddpopt.step.replicas import AVERAGE, Averaged, Replica
+from ddpopt.step.replicas import AVERAGE, Replica
 from ddpopt.step.settings import Fusion
 
 aten: Any = torch.ops.aten
@@ -30,19 +30,16 @@ functional: Any = torch.ops._c10d_functional
 
 def digests(captured: Captured, plans: Sequence[Plan]) -> dict[str, int]:
     """For each process group, a number that is equal for graphs with equal collectives on it; never 0."""
-    nodes = [node for node in captured.gm.graph.nodes if str(node.target).startswith("_c10d_functional")]
-    found = {}
-    for group in {replica.group.group_name: None for replica in captured.replicas}:
-        own = [node for node in nodes if node.args[-1] == group]
-        sent = [(str(node.target), tuple(getattr(node.meta.get("val"), "shape", ()))) for node in own]
-        buckets = [
-            [(bucket.params, bucket.nbytes) for bucket in plan.buckets]
-            for replica, plan in zip(captured.replicas, plans, strict=True)
-            if replica.group.group_name == group
-        ]
-        text = repr((sent, buckets))
-        found[group] = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big") + 1
-    return found
+    sent: dict[str, list[Any]] = {}
+    for replica, plan in zip(captured.replicas, plans, strict=True):
+        buckets = [(bucket.params, bucket.nbytes) for bucket in plan.buckets]
+        sent.setdefault(replica.ddp.process_group.group_name, []).append(buckets)
+    for node in captured.gm.graph.nodes:
+        if str(node.target).startswith("_c10d_functional") and node.args[-1] in sent:
+            shape = tuple(getattr(node.meta.get("val"), "shape", ()))
+            sent[node.args[-1]].append((str(node.target), shape))
+    hashes = {group: hashlib.sha256(repr(each).encode()).digest() for group, each in sent.items()}
+    return {group: int.from_bytes(each[:7], "big") + 1 for group, each in hashes.items()}
 
 
 def plan_step(captured: Captured) -> tuple[Plan, ...]:
@@ -58,32 +55,27 @@ def plan_step(captured: Captured) -> tuple[Plan, ...]:
     """
     nodes = tuple(node.name for node in captured.gm.graph.nodes if node.op not in ("placeholder", "output"))
     return tuple(
-        _plan(replica, [each for each in captured.slots if each.replica is replica], nodes)
+        _plan(replica, [each.spec for each in captured.slots if each.replica is replica], nodes)
         for replica in captured.replicas
     )
 
 
-def _plan(replica: Replica, ready: Sequence[Averaged], nodes: tuple[str, ...]) -> Plan:
-    specs = [each.spec for each in ready]
+def _plan(replica: Replica, ready: Sequence[ParamSpec], nodes: tuple[str, ...]) -> Plan:
+    names = tuple(spec.name for spec in ready)
     given = imposed_plan(replica.ddp)
     if given is None:
-        found = [
-            ([specs[place] for place in members], reason)
-            for members, reason in ready_buckets(specs, BucketConfig.from_ddp(replica.ddp))
-        ]
+        by_rule = ready_buckets(ready, BucketConfig.from_ddp(replica.ddp))
+        wanted = [([names[place] for place in members], reason) for members, reason in by_rule]
     else:
-        by_name = {spec.name: spec for spec in specs}
-        found = [
-            ([by_name[name] for name in each.params if name in by_name], each.reason)
-            for each in given.buckets
-        ]
-    found = [(members, reason) for members, reason in found if members]
-    buckets = tuple(Bucket.of(index, members, 0, reason) for index, (members, reason) in enumerate(found))
-    names = tuple(spec.name for spec in specs)
+        wanted = [([*bucket.params], bucket.reason) for bucket in given.buckets]
+    by_name = dict(zip(names, ready, strict=True))
+    found = [([by_name[name] for name in own if name in by_name], reason) for own, reason in wanted]
+    filled = enumerate((members, reason) for members, reason in found if members)
+    buckets = tuple(Bucket.of(index, members, 0, reason) for index, (members, reason) in filled)
     segment = Segment(0, 0, nodes, names, tuple(range(len(buckets))))
     known = [name for name, each in replica.ddp.module.named_parameters() if each.requires_grad]
     unread = tuple(name for name in known if name not in names)
-    return Plan(buckets, (segment,), (), unread, group=group_name(replica.group))
+    return Plan(buckets, (segment,), (), unread, group=group_name(replica.ddp.process_group))
 
 
 def insert_collectives(captured: Captured, plans: Sequence[Plan], fusion: Fusion) -> None:
@@ -102,7 +94,7 @@ def insert_collectives(captured: Captured, plans: Sequence[Plan], fusion: Fusion
     order = {node: place for place, node in enumerate(graph.nodes)}
     for number, plan in enumerate(plans):
         prefix = "" if len(plans) == 1 else f"module_{number}_"
-        group = captured.replicas[number].group
+        group = captured.replicas[number].ddp.process_group
         for bucket in plan.buckets:
             nodes = sorted((marked[number, name] for name in bucket.params), key=order.__getitem__)
             readers = [user for node in nodes for user in node.users if user not in nodes]
@@ -131,10 +123,9 @@ class _Send:
     def insert(self, fusion: Fusion, group: Any) -> None:
         """Put the collective where the last gradient is ready, and the wait where the first one is read."""
         name, scale, concat = str(group.group_name), 1.0 / group.size(), fusion == "concat"
-        values = [node.meta["val"] for node in self.nodes]
-        sizes = [value.numel() for value in values]
+        sizes = [node.meta["val"].numel() for node in self.nodes]
         with self.graph.inserting_before(self.nodes[-1].next):
-            parts = [self._flat(node.args[0], value) for node, value in zip(self.nodes, values, strict=True)]
+            parts = [self._flat(node) for node in self.nodes]
             scaled = [self._add("scaled", aten.mul.Tensor, part, scale) for part in parts]
             if concat:
                 flat = scaled[0] if len(parts) == 1 else self._add("flat", aten.cat.default, scaled)
@@ -147,20 +138,17 @@ class _Send:
             if concat and len(sizes) > 1:
                 split = self._add("pieces", aten.split_with_sizes.default, parts[0], sizes)
                 parts = [self._add("piece", operator.getitem, split, place) for place in range(len(sizes))]
-            for node, part, value in zip(self.nodes, parts, values, strict=True):
-                node.replace_all_uses_with(self._restored(part, value))
+            for node, part in zip(self.nodes, parts, strict=True):
+                node.replace_all_uses_with(self._restored(part, node.meta["val"]))
                 self.graph.erase_node(node)
 
-    def _flat(self, gradient: Any, value: Tensor) -> fx.Node:
+    def _flat(self, node: fx.Node) -> fx.Node:
         """A gradient as it lies in memory."""
-        if not value.is_contiguous():
-            gradient = self._add("permuted", aten.permute.default, gradient, _order(value))
-        return self._add("part", aten.reshape.default, gradient, [value.numel()])
+        permuted = self._add("permuted", aten.permute.default, node.args[0], _order(node.meta["val"]))
+        return self._add("part", aten.reshape.default, permuted, [-1])
 
     def _restored(self, part: fx.Node, value: Tensor) -> fx.Node:
         """A gradient with the strides that it had."""
-        if value.is_contiguous():
-            return self._add("gradient", aten.view.default, part, [*value.shape])
         order = _order(value)
         permuted = self._add("permuted", aten.view.default, part, [value.shape[at] for at in order])
         back = [order.index(at) for at in range(len(order))]

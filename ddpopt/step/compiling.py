@@ -7,6 +7,7 @@ sizes, so changing numbers become tensors.
 Invariant: settings of torch are changed only while a backend compiles, and are then as before.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 from unittest.mock import patch
@@ -19,13 +20,15 @@ from ddpopt.dynamo.backend import configured, find_compiler
 from ddpopt.graph.effects import written_storages
 from ddpopt.graph.nodes import CompilerFn, body_nodes, storages
 from ddpopt.inline.inductor import is_inductor
-from ddpopt.step.numbers import numbers_as_tensors
+from ddpopt.step import numbers
 from ddpopt.step.schedule import Schedule
 
 IN_ORDER: dict[str, Any] = {
     "reorder_for_locality": False,
     "reorder_for_peak_memory": False,
     "post_grad_custom_post_pass": Schedule(),
+    # its code is part of the key under which Inductor keeps traces on disk
+    "unsafe_marked_cacheable_functions": {"ddpopt.step.numbers.with_tensors": inspect.getsource(numbers)},
 }
 
 
@@ -41,13 +44,12 @@ def compile_step(gm: fx.GraphModule, inputs: Sequence[Any], backend: str | Compi
         A function of the graph's inputs.
     """
     compiler = find_compiler(backend)
+    _relax_views(gm)
     if is_inductor(compiler):
         compiler = configured(compiler, options=IN_ORDER)
-        numbers_as_tensors(gm)
-    _relax_views(gm)
+        numbers.numbers_as_tensors(gm)
     # it would take the numbers for constants
-    untouched = patch.object(_tensorify_python_scalars, "_is_tensorify_enabled", lambda: False)
-    with untouched, torch.no_grad():
+    with patch.object(_tensorify_python_scalars, "_is_tensorify_enabled", lambda: False), torch.no_grad():
         return compiler(gm, [*inputs])
 
 

@@ -4,6 +4,7 @@ Invariant: before each step, all ranks have the same collectives, or all raise.
 """
 
 import contextlib
+import itertools
 import linecache
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,13 +21,11 @@ from ddpopt.ddp.plan_exchange import exchange_plans, plan_difference, same_bucke
 from ddpopt.errors import DdpoptError, PlanMismatchError, UnsupportedError
 from ddpopt.planning.plan import Plan
 from ddpopt.step import tracing
+from ddpopt.step.settings import WHAT
 
-WHAT = "ddpopt.train_step"
-LIBRARIES = tuple(
-    os.path.dirname(module.__file__ or "") + os.sep for module in (torch, contextlib, ddpopt.errors)
-)
+FOLDERS = [os.path.dirname(module.__file__ or "") + os.sep for module in (torch, contextlib, ddpopt.errors)]
+LIBRARIES = ("<", *FOLDERS)
 FROM_DYNAMO = (TorchDynamoException, FailOnRecompileLimitHit)
-DEPENDS = ("Data-dependent branching",)
 
 
 @contextlib.contextmanager
@@ -45,11 +44,11 @@ def told(name: str) -> Iterator[None]:
     except Exception as error:
         if not (isinstance(error, FROM_DYNAMO) or hasattr(error, "real_stack")):
             raise
-        if (own := _own(error)) is not None:
-            where = _where(error)
+        own, where = _own(error), _where(error)
+        if own is not None:
             raise type(own)(f"{own}. {where.rstrip(': ')}" if where else str(own)) from error
         raise UnsupportedError(
-            f"{WHAT}: {name} cannot be captured as one graph. {_where(error)}{_reason(error)}\n"
+            f"{WHAT}: {name} cannot be captured as one graph. {where}{_reason(error)}\n"
             "fallback='inline' runs the function in eager around ddpopt.compile(model)"
         ) from error
 
@@ -68,7 +67,7 @@ def _reason(error: Exception) -> str:
             "changes; TORCH_LOGS=recompiles shows what. Make it a tensor, keep it the same, or make a "
             "train_step for each model"
         )
-    if getattr(error, "gb_type", None) in DEPENDS:
+    if getattr(error, "gb_type", None) == "Data-dependent branching":
         return (
             "it depends on values of a tensor, which are not known while the step is captured; return "
             "the tensor and read it after the step, or use torch.where instead of a branch"
@@ -81,16 +80,11 @@ def _reason(error: Exception) -> str:
 def _where(error: BaseException) -> str:
     """The innermost line of the user's code in an error's traceback."""
     stack = getattr(error, "real_stack", None) or ()
-    frames = [frame for frame in stack if not _of_library(frame.filename)]
-    if not frames:
+    last = next((frame for frame in reversed(stack) if not frame.filename.startswith(LIBRARIES)), None)
+    if last is None:
         return ""
-    last = frames[-1]
     code = linecache.getline(last.filename, last.lineno or 0).strip()
     return f"{last.filename}:{last.lineno}, in {last.name}: `{code}`: "
-
-
-def _of_library(path: str) -> bool:
-    return path.startswith(LIBRARIES) or path.startswith("<")
 
 
 def agree(
@@ -110,14 +104,14 @@ def agree(
         PlanMismatchError: another rank has another step, or failed.
         InfrastructureError: another rank did not answer in time.
     """
-    groups = {ddp.process_group.group_name: (ddp, place) for place, ddp in enumerate(ddps)}
-    for group, (ddp, place) in groups.items():
+    groups = {ddp.process_group.group_name: (ddp, plan) for ddp, plan in itertools.zip_longest(ddps, plans)}
+    for group, (ddp, plan) in groups.items():
         key = keys.get(group, 0)
         seen = torch.tensor([key, -key], device=ddp.device)
         with _disable_current_modes():  # what watches the user's program need not see it
             dist.all_reduce(seen, dist.ReduceOp.MAX, ddp.process_group)
         if seen.tolist() != [key, -key]:
-            _raise_difference(ddp.process_group, plans[place] if plans else None, problem)
+            _raise_difference(ddp.process_group, plan, problem)
     if problem is not None:
         raise problem
 

@@ -18,12 +18,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from ddpopt.errors import UsageError
 from ddpopt.graph.nodes import CHECKPOINT
 from ddpopt.step.replicas import AVERAGE, FOR_ALL, Averaged, Replica, require_all_used, slots_of
-from ddpopt.step.tracing import ACCUMULATED, READY, Seen
-
-Known = Mapping[int, Sequence[Averaged]]
+from ddpopt.step.tracing import MARK, Seen
 
 
-@dataclass(frozen=True)
+@dataclass
 class Captured:
     """A captured step.
 
@@ -54,8 +52,7 @@ def capture(gm: fx.GraphModule, inputs: Sequence[Any], seen: Seen) -> Captured:
     known = slots_of(replicas)
     slots = _mark(recorded.graph, inputs, known)
     _require_own_optimizers(seen)
-    require_all_used((each for found in known.values() for each in found), slots)
-    recorded.graph.lint()
+    require_all_used([each for found in known.values() for each in found], slots)
     recorded.recompile()
     return Captured(recorded, replicas, slots)
 
@@ -72,9 +69,11 @@ class _RecordingInterpreter(fx.Interpreter):
 
 def _recorded(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
     placeholders = gm.graph.find_nodes(op="placeholder")
-    fakes = [_fake(node.meta["example_value"], each) for node, each in zip(placeholders, inputs, strict=True)]
+    context: Any = TracingContext.get()
+    traced = [node.meta["example_value"] for node in placeholders]
+    fakes = [_fake(context, each, value) for each, value in zip(traced, inputs, strict=True)]
     torch.clear_autocast_cache()
-    with _context().fake_mode, torch.autograd.set_multithreading_enabled(False), torch.enable_grad():
+    with context.fake_mode, torch.autograd.set_multithreading_enabled(False), torch.enable_grad():
         found: fx.GraphModule = make_fx(_RecordingInterpreter(gm).run)(*fakes)
     torch.clear_autocast_cache()
     for node, given in zip(found.graph.find_nodes(op="placeholder"), placeholders, strict=True):
@@ -83,32 +82,32 @@ def _recorded(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
     return found
 
 
-def _context() -> Any:
-    return TracingContext.get()
-
-
-def _fake(traced: Any, value: Any) -> Any:
+def _fake(context: Any, traced: Any, value: Any) -> Any:
     """A fake tensor as the backend's, which it would use again, with an autograd history of its own."""
     if not isinstance(value, Tensor):
         return traced
-    known = _context().tensor_to_context.get(value)
+    known = context.tensor_to_context.get(value)
     source = None if known is None else known.tensor_source
-    fake: Any = _context().fake_mode.from_tensor(value, symbolic_context=known, source=source)
+    fake: Any = context.fake_mode.from_tensor(value, symbolic_context=known, source=source)
     fresh = fake.detach()
     fresh.item_memo = fake.item_memo
     return fresh.requires_grad_(value.requires_grad)
 
 
-def _mark(graph: fx.Graph, inputs: Sequence[Any], known: Known) -> tuple[Averaged, ...]:
+def _mark(
+    graph: fx.Graph, inputs: Sequence[Any], known: Mapping[int, Sequence[Averaged]]
+) -> tuple[Averaged, ...]:
     """Replace the marks of accumulations by those of averaged gradients, where these are ready."""
     order = {node: place for place, node in enumerate(graph.nodes)}
     real = dict(zip(graph.find_nodes(op="placeholder"), inputs, strict=True))
     slots: list[Averaged] = []
-    begins = graph.find_nodes(op="call_function", target=READY)
-    ends = graph.find_nodes(op="call_function", target=ACCUMULATED)
-    for begin, end in sorted(zip(begins, ends, strict=True), key=lambda pair: order[pair[0].args[1]]):
+    marks = graph.find_nodes(op="call_function", target=MARK)  # by turns, before and after an accumulation
+    pairs = zip(marks[::2], marks[1::2], strict=True)
+    for begin, end in sorted(pairs, key=lambda pair: order[pair[0].args[1]]):
         parameter, gradient, modules = end.args
-        averaged_by = known.get(id(real.get(_origin(parameter))), ())
+        while parameter.op == "call_function" and parameter.target._schema.name.endswith("_"):
+            parameter = parameter.args[0]  # as it was before the step wrote to it
+        averaged_by = known.get(id(real.get(parameter)), ())
         running = [each for each in averaged_by if id(each.replica.ddp) in modules]
         found = [*{each.sent: each for each in running}.values()]  # once for each group
         for averaged in found:
@@ -130,26 +129,15 @@ def _mark(graph: fx.Graph, inputs: Sequence[Any], known: Known) -> tuple[Average
     return tuple(slots)
 
 
-def _origin(node: Any) -> fx.Node:
-    """A tensor before the step wrote to it."""
-    while node.op == "call_function" and node.target._schema.name.endswith("_"):
-        node = node.args[0]
-    return node  # type: ignore[no-any-return]  # a node
-
-
 def _move_up(begin: fx.Node, last: fx.Node) -> None:
     """Move an accumulation to where its gradient is ready."""
     source: Any = begin.args[1]
     while source.next.op == "placeholder":
         source = source.next
-    node = begin.next
-    while True:
-        following = node.next
+    while source is not last:
+        node = begin.next  # it leaves, and another one follows
         source.append(node)
         source = node
-        if node is last:
-            return
-        node = following
 
 
 def _require_own_optimizers(seen: Seen) -> None:

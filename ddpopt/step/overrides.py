@@ -55,37 +55,7 @@ class Override:
         return graph_module
 
 
-class _Opaque(nn.Module):
-    """Calls another module through one operator."""
-
-    def __init__(self, module: nn.Module, like: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.names = [name for name, _ in module.named_parameters()]
-        self.handle = next(_handles)
-        _opaque[self.handle] = self
-        vars(self).update(module=module, like=like)  # its parameters are not this module's
-
-    def forward(self, *inputs: Tensor) -> Any:
-        parameters = dict(vars(self)["module"].named_parameters())
-        tensors = [*inputs, *(parameters[name] for name in self.names)]
-        return torch.ops.ddpopt.opaque(self.handle, tensors)
-
-    def run(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Call the module with inputs and parameters."""
-        count = len(tensors) - len(self.names)
-        parameters = dict(zip(self.names, tensors[count:], strict=True))
-        result: Tensor = functional_call(vars(self)["module"], parameters, (*tensors[:count],))
-        return result
-
-
-_handles = itertools.count()
-_opaque: "WeakValueDictionary[int, _Opaque]" = WeakValueDictionary()
-"""The stand-ins, by the number that stands for one in a graph."""
-
-
-def opaque(
-    module: nn.Module, like: Callable[..., Tensor] = lambda *inputs: torch.empty_like(inputs[0])
-) -> nn.Module:
+class opaque(nn.Module):
     """A stand-in that computes what a module computes, but is a single operator in the graph of a step.
 
     Its backward runs the module once more. The module takes tensors and returns one; it draws no random
@@ -95,23 +65,40 @@ def opaque(
         module: the module; its code may be anything that runs in eager.
         like: returns an empty tensor of the form of the module's output, given the inputs; by default of the
             form of the first one.
-
-    Returns:
-        The stand-in.
     """
-    return _Opaque(module, like)
+
+    def __init__(
+        self, module: nn.Module, like: Callable[..., Tensor] = lambda *inputs: torch.empty_like(inputs[0])
+    ) -> None:
+        super().__init__()
+        self.handle = next(_handles)
+        _opaque[self.handle] = self
+        self.like: Callable[..., Tensor] = like
+        self.held = (module,)  # in a tuple, as its parameters are not this module's
+        self.names: list[str] = [name for name, _ in module.named_parameters()]
+
+    def forward(self, *inputs: Tensor) -> Any:
+        """Call the operator with parameters and inputs."""
+        return torch.ops.ddpopt.opaque(self.handle, [*self.held[0].parameters(), *inputs])
+
+    def run(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Call the module with parameters and inputs."""
+        parameters = dict(zip(self.names, tensors, strict=False))
+        result: Tensor = functional_call(self.held[0], parameters, (*tensors[len(self.names) :],))
+        return result
 
 
-_library: Any = torch.library.Library("ddpopt", "FRAGMENT")  # type: ignore[no-untyped-call]  # torch types it not
-_library.define("opaque(int handle, Tensor[] tensors) -> Tensor")
-_library.define("opaque_backward(int handle, Tensor gradient, Tensor[] tensors) -> Tensor[]")
+_handles = itertools.count()
+_opaque: "WeakValueDictionary[int, opaque]" = WeakValueDictionary()
+"""The stand-ins, by the number that stands for one in a graph."""
 
 
+@torch.library.custom_op("ddpopt::opaque", mutates_args=())
 def _run(handle: int, tensors: Sequence[Tensor]) -> Tensor:
-    with torch.no_grad():
-        return _opaque[handle].run(tensors)
+    return _opaque[handle].run(tensors)
 
 
+@torch.library.custom_op("ddpopt::opaque_backward", mutates_args=())
 def _run_backward(handle: int, gradient: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     # autograd records nothing inside an operator, but it does on another thread
     with ThreadPoolExecutor(1) as thread:
@@ -126,21 +113,6 @@ def _gradients(handle: int, gradient: Tensor, tensors: Sequence[Tensor]) -> list
     return [next(found) if leaf.requires_grad else torch.zeros_like(leaf) for leaf in leaves]
 
 
-def _fake(handle: int, tensors: Sequence[Tensor]) -> Tensor:
-    stand_in = _opaque[handle]
-    made: Tensor = vars(stand_in)["like"](*tensors[: len(tensors) - len(stand_in.names)])
-    return made
-
-
-def _fake_backward(_: int, __: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [torch.empty_like(each) for each in tensors]
-
-
-for _name, _real, _made in (("opaque", _run, _fake), ("opaque_backward", _run_backward, _fake_backward)):
-    _library.impl(_name, _real, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"ddpopt::{_name}", _made, lib=_library)
-
-
 def _save(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG001  # torch passes it
     ctx.handle = inputs[0]
     ctx.save_for_backward(*inputs[1])
@@ -151,7 +123,9 @@ def _backward(ctx: Any, gradient: Tensor) -> Any:
     return None, [each if each.is_floating_point() else None for each in found]
 
 
-torch.library.register_autograd("ddpopt::opaque", _backward, setup_context=_save, lib=_library)
+_run.register_fake(lambda handle, tensors: _opaque[handle].like(*tensors[len(_opaque[handle].names) :]))
+_run_backward.register_fake(lambda _, __, tensors: [torch.empty_like(each) for each in tensors])
+_run.register_autograd(_backward, setup_context=_save)
 
 
 @dataclass
@@ -181,10 +155,8 @@ def _exchange(swaps: Sequence[Swap]) -> None:
 def replacements(root: nn.Module, overrides: Sequence[Override]) -> Iterator[Swap]:
     """The submodules to replace."""
     for name, module in [*root.named_modules()]:
-        for key, child in [*module._modules.items()]:
+        for key, child in [(key, each) for key, each in module._modules.items() if each is not None]:
             path = f"{name}.{key}" if name else key
-            if child is None:
-                continue
             made = child
             for override in overrides:
                 made = override.replacement(path, made)
@@ -192,13 +164,14 @@ def replacements(root: nn.Module, overrides: Sequence[Override]) -> Iterator[Swa
                 yield Swap(module._modules, key, made)
 
 
-def passed(change: Callable[[], fx.GraphModule | None], gm: fx.GraphModule, what: str) -> fx.GraphModule:
+def passed(change: Callable[..., Any], gm: fx.GraphModule, what: str, *given: Any) -> fx.GraphModule:
     """Run a pass over a graph, and check what it did.
 
     Args:
-        change: the pass; it may change `gm`, or return another graph.
+        change: the pass; it may change the graph, or return another one.
         gm: the graph.
         what: the name of the pass, for the error.
+        given: what the pass gets besides the graph.
 
     Returns:
         The graph to use.
@@ -207,7 +180,7 @@ def passed(change: Callable[[], fx.GraphModule | None], gm: fx.GraphModule, what
         UsageError: the graph that it leaves is broken, or takes, returns or sends something else.
     """
     before = _face(gm)
-    found = change()
+    found = change(gm, *given)
     changed = gm if found is None else found
     if not isinstance(changed, fx.GraphModule):
         raise UsageError(f"{what}: expected a GraphModule or None, got {changed!r}")

@@ -15,8 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpopt.errors import UnsupportedError, UsageError
 from ddpopt.planning.bucket_rule import ParamSpec, specs_from_ddp
 
-_library: Any = torch.library.Library("ddpopt", "FRAGMENT")  # type: ignore[no-untyped-call]  # torch types it not
-_library.define("average(Tensor gradient, int slot) -> Tensor")
+torch.library.define("ddpopt::average", "(Tensor gradient, int slot) -> Tensor")
 AVERAGE: Any = torch.ops.ddpopt.average.default
 """Marks a gradient that is averaged, until its bucket takes the mark's place."""
 INSTEAD = "use ddpopt.compile(model), or fallback='inline'"
@@ -34,11 +33,6 @@ class Replica:
 
     name: str
     ddp: DistributedDataParallel
-
-    @property
-    def group(self) -> Any:
-        """The ranks that average."""
-        return self.ddp.process_group
 
 
 @dataclass(frozen=True)
@@ -82,7 +76,7 @@ def slots_of(replicas: Iterable[Replica]) -> Mapping[int, Sequence[Averaged]]:
             if spec.sparse:
                 raise UnsupportedError(f"train_step: {spec.name!r} has sparse gradients; {INSTEAD}")
             key = id(parameters[spec.name])
-            found.setdefault(key, []).append(Averaged(replica, spec, (key, replica.group.group_name)))
+            found.setdefault(key, []).append(Averaged(replica, spec, (key, ddp.process_group.group_name)))
     return found
 
 
@@ -129,16 +123,12 @@ def require_all_used(expected: Iterable[Averaged], got: Sequence[Averaged]) -> N
     Raises:
         UsageError: a parameter got no gradient; DDP itself would fail in the next step.
     """
-    missing: dict[Replica, list[str]] = {}
     sent = {each.sent for each in got}
-    for each in expected:
-        ddp = each.replica.ddp
-        optional = ddp.find_unused_parameters or ddp.static_graph
-        ran = any(other.replica is each.replica for other in got)
-        if ran and each.sent not in sent and not optional:
-            missing.setdefault(each.replica, []).append(each.spec.name)
-    for replica, names in missing.items():
-        raise UsageError(
-            f"train_step: {replica.name} got no gradient for {', '.join(map(repr, names))}, so DDP "
-            "would fail in the next step; build it with find_unused_parameters=True or static_graph=True"
-        )
+    missing = [each for each in expected if each.sent not in sent]
+    for replica in dict.fromkeys(each.replica for each in got):
+        names = [repr(each.spec.name) for each in missing if each.replica is replica]
+        if names and not (replica.ddp.find_unused_parameters or replica.ddp.static_graph):
+            raise UsageError(
+                f"train_step: {replica.name} got no gradient for {', '.join(names)}, so DDP "
+                "would fail in the next step; build it with find_unused_parameters=True or static_graph=True"
+            )

@@ -11,7 +11,7 @@ that writes, keep their order.
 import hashlib
 import inspect
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -58,22 +58,18 @@ def _by_need(nodes: list[fx.Node], before: Before) -> list[fx.Node]:
     number = {start: place for place, start in enumerate(node for node in nodes if node.target in STARTS)}
     ranks: dict[fx.Node, int] = {}
     for node in nodes:
-        own = max((number[each] for each in _started(node)), default=-1) if node.target is WAIT else -1
-        ranks[node] = max((ranks[each] for each in before[node]), default=-1)
-        ranks[node] = max(ranks[node], own)
+        own = number.get(_awaited(node), -1) if node.target is WAIT else -1
+        ranks[node] = max([own, *(ranks[each] for each in before[node])])
     rest = [node for node in nodes if node not in placed]
     return [*placed, *sorted(rest, key=ranks.__getitem__)]
 
 
-def _started(wait: fx.Node) -> Iterable[fx.Node]:
-    """The collective that a node waits for."""
-    waiting = [*wait.all_input_nodes]
-    while waiting:
-        node = waiting.pop()
-        if node.target in STARTS:
-            yield node
-        elif node.op == "call_function" and "getitem" in str(node.target):
-            waiting.extend(node.all_input_nodes)
+def _awaited(wait: fx.Node) -> Any:
+    """What a node waits for."""
+    node: Any = wait.args[0]
+    while node.op == "call_function" and "getitem" in str(node.target):
+        node = node.args[0]
+    return node
 
 
 def _needed(start: fx.Node, before: Before, placed: Mapping[fx.Node, None]) -> dict[fx.Node, None]:
@@ -99,7 +95,8 @@ def _dependencies(nodes: list[fx.Node]) -> Before:
         used, written = {**read_storages(node), **dict.fromkeys(storages(node))}, written_storages(node)
         own.update((writer[key], None) for key in used if key in writer)
         own.update((reader, None) for key in written for reader in readers.get(key, ()))
-        for kind, belongs in (("random", _is_random(node)), ("sent", node.target in STARTS)):
+        random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        for kind, belongs in (("random", random), ("sent", node.target in STARTS)):
             if belongs:
                 own.update({last[kind]: None} if kind in last else {})
                 last[kind] = node
@@ -110,8 +107,3 @@ def _dependencies(nodes: list[fx.Node]) -> Before:
         for key in written:
             writer[key], readers[key] = node, [node]
     return before
-
-
-def _is_random(node: fx.Node) -> bool:
-    tags = getattr(node.target, "tags", ())
-    return torch.Tag.nondeterministic_seeded in tags

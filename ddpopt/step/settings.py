@@ -13,6 +13,8 @@ from ddpopt.graph.nodes import CompilerFn
 from ddpopt.planning.plan import Plan
 from ddpopt.step.overrides import Override, Transform
 
+WHAT = "ddpopt.train_step"
+"""What errors call a step."""
 Fusion = Literal["concat", "coalesced"]
 Fallback = Literal["inline"]
 

@@ -13,8 +13,8 @@ Invariant: torch is changed only while a step is called.
 import contextlib
 import inspect
 import logging
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, cast
 from unittest.mock import patch
@@ -28,12 +28,7 @@ from torch._dynamo.pgo import auto_dynamic
 from torch._dynamo.source import AttrSource, DictGetItemSource
 from torch._dynamo.variables import builder
 from torch._dynamo.variables.base import VariableTracker
-from torch._dynamo.variables.constant import (
-    CONSTANT_VARIABLE_FALSE,
-    CONSTANT_VARIABLE_NONE,
-    CONSTANT_VARIABLE_TRUE,
-    ConstantVariable,
-)
+from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.functions import UserFunctionVariable
 from torch._dynamo.variables.hashable import HashableTracker
 from torch._dynamo.variables.lazy import LazyVariableTracker
@@ -48,18 +43,13 @@ from ddpopt.step.replicas import Replica, broadcast_buffers, source_name
 
 MOST = 16
 """Graphs of one step function."""
-LEVELS = ("debug", "info", "warn", "error", "exception", "critical", "log")
-"""Beginnings of the names of methods that write a log."""
-_library: Any = torch.library.Library("ddpopt", "FRAGMENT")  # type: ignore[no-untyped-call]  # torch types it not
-_library.define("ready(Tensor parameter, Tensor gradient) -> Tensor")
-_library.define("accumulated(Tensor parameter, Tensor gradient, int[] modules) -> Tensor")
-for _name in ("ready", "accumulated"):
-    _library.impl(_name, lambda _, gradient, *__: gradient.clone(), "CompositeExplicitAutograd")
-    torch.library.register_fake(
-        f"ddpopt::{_name}", lambda _, gradient, *__: torch.empty_like(gradient), lib=_library
-    )
-READY: Any = torch.ops.ddpopt.ready.default
-ACCUMULATED: Any = torch.ops.ddpopt.accumulated.default
+LEVELS = ("debug", "info", "warn", "warning", "error", "exception", "critical", "log")
+LOGGING = {each for name in LEVELS if (each := getattr(logging.Logger, name, None))}
+"""Methods that write a log."""
+torch.library.define("ddpopt::mark", "(Tensor parameter, Tensor gradient, int[] modules) -> Tensor")
+torch.library.impl("ddpopt::mark", "default", lambda _, gradient, __: gradient.clone())
+MARK: Any = torch.ops.ddpopt.mark.default
+"""Marks a gradient before it is accumulated, and what it is afterwards."""
 
 
 class Seen:
@@ -87,18 +77,25 @@ class Seen:
 
 
 @contextlib.contextmanager
-def traceable(seen: Seen, ddps: list[Any]) -> Iterator[None]:
+def traceable(seen: Seen) -> Iterator[None]:
     """In this block Dynamo can trace a whole step.
 
     Args:
-        seen: what Dynamo meets is added to it, and forgotten at the end.
-        ddps: the DDP modules that it met are added.
+        seen: what Dynamo meets is added to it.
     """
     forward, accumulate = seen.traced
-    with ExitStack() as stack:
+    settings = torch._dynamo.config.patch(
+        trace_autograd_ops=True,
+        recompile_limit=MOST,
+        accumulated_recompile_limit=sys.maxsize,  # of all steps of one function
+        suppress_errors=False,
+        skip_nnmodule_hook_guards=False,
+        skip_fwd_side_effects_in_bwd_under_checkpoint=True,  # DDP's forward has some
+        ignore_logging_functions=torch._dynamo.config.ignore_logging_functions | LOGGING,
+    )
+    with settings, contextlib.ExitStack() as stack:
         stack.callback(_unname_constants)
         _unname_constants()
-        stack.enter_context(torch._dynamo.config.patch(_settings()))
         for holder, name, value in (
             (DistributedDataParallel, "forward", forward),
             (polyfills, "accumulate_grad", accumulate),
@@ -111,23 +108,7 @@ def traceable(seen: Seen, ddps: list[Any]) -> Iterator[None]:
             (TensorVariable, "method_attr_grad", _own_none),
         ):
             stack.enter_context(patch.object(holder, name, value))
-        try:
-            yield
-        finally:
-            ddps += [replica.ddp for replica in seen.replicas.values()]
-            seen.forget()
-
-
-def _settings() -> dict[str, Any]:
-    written = [call for name, call in vars(logging.Logger).items() if name.startswith(LEVELS)]
-    return {
-        "trace_autograd_ops": True,
-        "recompile_limit": MOST,
-        "suppress_errors": False,
-        "skip_nnmodule_hook_guards": False,
-        "skip_fwd_side_effects_in_bwd_under_checkpoint": True,  # DDP's forward has some
-        "ignore_logging_functions": torch._dynamo.config.ignore_logging_functions | {*written},
-    }
+        yield
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -162,8 +143,8 @@ def _traced(seen: Seen) -> tuple[Callable[..., Any], Callable[..., Any]]:
         if new is None or not averaging:
             return cast("Tensor | None", _accumulate(parameter, gradient, new))
         done[:] = averaging
-        found: Tensor = _accumulate(parameter, gradient, torch.ops.ddpopt.ready(parameter, new))
-        found = torch.ops.ddpopt.accumulated(parameter, found, averaging)
+        found: Tensor = _accumulate(parameter, gradient, torch.ops.ddpopt.mark(parameter, new, averaging))
+        found = torch.ops.ddpopt.mark(parameter, found, averaging)
         return found if gradient is None else gradient.copy_(found)
 
     return forward, accumulate
@@ -183,8 +164,8 @@ def _with_changing_rates(tx: Any, name: str, entry: Any, **options: Any) -> Any:
 
 def _unname_constants() -> None:
     """Forget where constants were last read: Dynamo would read them there in other functions too."""
-    for each in (CONSTANT_VARIABLE_NONE, CONSTANT_VARIABLE_TRUE, CONSTANT_VARIABLE_FALSE):
-        each.source = None
+    for only in (None, True, False):
+        ConstantVariable.create(only).source = None
 
 
 def _backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
@@ -224,14 +205,12 @@ class _Traced(UserDefinedObjectVariable):
     def _count_in_tensors(self, tx: Any) -> None:
         """Let step counts be tensors, as in any compiled optimizer; the groups keep what they have."""
         source: Any = AttrSource(cast("Any", self.source), "param_groups")
-        groups: Any = LazyVariableTracker.realize_all(
-            VariableTracker.build(tx, cast("Any", self.value).param_groups, source)
-        )
-        for group in groups.items:
-            key = HashableTracker(ConstantVariable("capturable"))
+        groups: Any = VariableTracker.build(tx, cast("Any", self.value).param_groups, source)
+        key = HashableTracker(ConstantVariable("capturable"))
+        for group in LazyVariableTracker.realize_all(groups).items:
             if key in group.items:
-                group.items[key] = ConstantVariable(True)
-                group.items[key].source = DictGetItemSource(group.source, "capturable")
+                where = DictGetItemSource(group.source, "capturable")
+                group.items[key] = ConstantVariable(True, source=where)
 
 
 def _optimizer(seen: Seen, value: Optimizer, options: Any) -> _Traced:

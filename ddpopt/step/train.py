@@ -7,12 +7,11 @@ function would; or an error says why not, and nothing has changed.
 import functools
 import inspect
 import logging
-import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from types import FunctionType, MethodType
+from dataclasses import dataclass
+from types import MethodType
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import fx
@@ -26,16 +25,14 @@ from ddpopt.errors import DdpoptError, UsageError
 from ddpopt.planning.plan import Plan
 from ddpopt.step.collectives import digests, insert_collectives, plan_step
 from ddpopt.step.compiling import compile_step
-from ddpopt.step.failures import WHAT, agree, told
-from ddpopt.step.fallback import Inline
+from ddpopt.step.failures import agree, told
+from ddpopt.step.fallback import inline
 from ddpopt.step.graphs import Captured, capture
-from ddpopt.step.overrides import Override, Swap, passed, replacements, swapped
+from ddpopt.step.overrides import Swap, passed, replacements, swapped
 from ddpopt.step.replicas import require_supported
-from ddpopt.step.settings import StepSettings, note_running
+from ddpopt.step.settings import WHAT, StepSettings, note_running
 from ddpopt.step.tracing import Seen, traceable
 
-DEFAULT = "default"
-"""What errors call the default group."""
 logger = logging.getLogger("ddpopt")
 
 
@@ -68,10 +65,9 @@ class TrainStep:
         self._imposed: WeakKeyDictionary[DistributedDataParallel, Plan | None] = WeakKeyDictionary()
         self._seen = Seen()
         self._compared = False
-        self._ddps: Sequence[weakref.ReferenceType[Any]] = ()
         self._replaced: WeakKeyDictionary[DistributedDataParallel, Sequence[Swap]] = WeakKeyDictionary()
         self._swaps: Sequence[Swap] = ()
-        self._inline: Inline | None = None
+        self._inline: Callable[[], Any] | None = None
 
     @property
     def plans(self) -> tuple[Plan, ...]:
@@ -87,28 +83,30 @@ class TrainStep:
                 if self._settings.fallback is None:
                     raise
                 logger.info("ddpopt: the step runs in eager around a compiled model: %s", error)
-                self._inline = Inline(self._settings.backend)
-        with self._inline.calls_compiled():
+                self._inline = inline(self._settings.backend)
+        with self._inline():
             return self._function(*args, **kwargs)
 
     def _run(self, args: Any, kwargs: Any) -> Any:
         name = getattr(self._function, "__qualname__", repr(self._function))
         self._swaps = self._replacements(args, kwargs) if self._settings.overrides else []
         self._compared = False
-        ddps: list[Any] = []
         if any(imposed_plan(ddp) != plan for ddp, plan in self._imposed.items()):
             self._compiled = self._uncompiled()  # its graphs have other buckets
             self._imposed.clear()
         try:
-            with told(name), traceable(self._seen, ddps), swapped(self._swaps):
+            with told(name), traceable(self._seen), swapped(self._swaps):
                 return self._compiled(*args, **kwargs)
         except DdpoptError as error:
             if not self._compared:  # the other ranks wait for this one
-                agree(ddps or [each for ref in self._ddps if (each := ref())], {}, (), error)
+                met = [replica.ddp for replica in self._seen.replicas.values()]
+                agree(met or [*self._imposed], {}, (), error)
             raise
+        finally:
+            self._seen.forget()
 
     def _uncompiled(self) -> Any:
-        return torch.compile(_own_copy(self._function), fullgraph=True, backend=self._compile)
+        return torch.compile(self._function, fullgraph=True, backend=self._compile, isolate_recompiles=True)  # type: ignore[call-overload]  # torch types not all
 
     def __get__(self, instance: object, owner: object = None) -> Any:
         """A step that is a method."""
@@ -129,31 +127,29 @@ class TrainStep:
         settings = self._settings
         # what watches the user's program must not see fake tensors
         with swapped(self._swaps), _disable_current_modes():
-            captured, plans = self._planned(gm, inputs)
+            captured = self._captured(gm, inputs)
+            plans = plan_step(captured)
             insert_collectives(captured, plans, settings.fusion)
-            whole = captured.gm
-            if (transform := settings.transform) is not None:
-                whole = passed(lambda: transform(captured.gm), captured.gm, f"{WHAT}(transform=...)")
-            graph = Graph(whole, plans)
-            compiled = compile_step(whole, inputs, settings.backend)
+            if settings.transform is not None:
+                captured.gm = passed(settings.transform, captured.gm, f"{WHAT}(transform=...)")
+            graph, keys = Graph(captured.gm, plans), digests(captured, plans)
+            compiled = compile_step(graph.gm, inputs, settings.backend)
         self.graphs.append(graph)
         sizes = [len(plan.buckets) for plan in plans]
-        logger.info("ddpopt: a train step of %d nodes, buckets: %s", len(whole.graph.nodes), sizes)
+        logger.info("ddpopt: a train step of %d nodes, buckets: %s", len(graph.gm.graph.nodes), sizes)
 
-        keys = digests(replace(captured, gm=whole), plans)
-        names = [replica.name for replica in captured.replicas]
         self._imposed.update((each.ddp, imposed_plan(each.ddp)) for each in captured.replicas)
-        self._ddps = refs = [weakref.ref(replica.ddp) for replica in captured.replicas]
-        groups = [group_name(replica.group) for replica in captured.replicas]
+        refs = [ref(replica.ddp) for replica in captured.replicas]
+        known = [(replica.name, group_name(replica.ddp.process_group)) for replica in captured.replicas]
 
         def run(*inputs: Any) -> Any:
             ddps: list[Any] = [each() for each in refs]
-            for name, ddp, group in zip(names, ddps, groups, strict=True):
+            for ddp, (name, group) in zip(ddps, known, strict=True):
                 require_supported(name, ddp)  # a hook may be new
                 if (now := group_name(ddp.process_group)) != group:
-                    now, then = now or DEFAULT, group or DEFAULT
                     raise UsageError(
-                        f"{WHAT}: {name} is in group {now}, but its graph sends in {then}; make it again"
+                        f"{WHAT}: {name} is in group {now or 'default'}, but its graph sends in "
+                        f"{group or 'default'}; make it again"
                     )
             self._compared = True
             agree(ddps, keys, plans)
@@ -163,33 +159,17 @@ class TrainStep:
 
         return run
 
-    def _planned(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[Captured, tuple[Plan, ...]]:
+    def _captured(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Captured:
+        """The graph of a step, after the user's overrides."""
         if not self._seen.replicas:
             raise UsageError(
                 f"{WHAT}: expected that the step calls a DistributedDataParallel module, and it calls none; "
                 "wrap the model in DDP first"
             )
         captured = capture(gm, inputs, self._seen)
+        given = zip(captured.gm.graph.find_nodes(op="placeholder"), inputs, strict=True)
+        state = {node.name: each for node, each in given if isinstance(each, torch.Tensor)}
         for override in self._settings.overrides:
-            captured = _overridden(captured, inputs, override)
-        return captured, plan_step(captured)
-
-
-def _own_copy(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function with a code object of its own, by which Dynamo keeps and limits graphs."""
-    if not isinstance(function, FunctionType):
-        return function
-    found = FunctionType(function.__code__.replace(), function.__globals__, closure=function.__closure__)
-    found.__defaults__, found.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
-    return found
-
-
-def _overridden(captured: Captured, inputs: Sequence[Any], override: Override) -> Captured:
-    gm, placeholders = captured.gm, captured.gm.graph.find_nodes(op="placeholder")
-    state = {
-        node.name: each
-        for node, each in zip(placeholders, inputs, strict=True)
-        if isinstance(each, torch.Tensor)
-    }
-    what = f"{type(override).__name__}.transform"
-    return replace(captured, gm=passed(lambda: override.transform(gm, state), gm, what))
+            what = f"{type(override).__name__}.transform"
+            captured.gm = passed(override.transform, captured.gm, what, state)
+        return captured

@@ -88,7 +88,8 @@ def test_an_operation_that_takes_numbers_only_says_what_to_do() -> None:
     gm = make_fx(lambda rate, a: torch.nn.functional.leaky_relu(a, rate.item()), tracing_mode="symbolic")(
         torch.tensor(0.3, dtype=torch.float64), torch.rand(3)
     )
+    numbers_as_tensors(gm)
     with pytest.raises(
         UnsupportedError, match=r"leaky_relu.* takes a number that changes.*make the number a"
     ):
-        numbers_as_tensors(gm)
+        gm(torch.tensor(0.3, dtype=torch.float64), torch.rand(3))
