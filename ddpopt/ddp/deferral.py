@@ -77,8 +77,16 @@ def ended_deferral(ddp: Any) -> AbstractContextManager[None]:
 
 def pending(ddp: Any) -> "Deferral | None":
     """The decision that a module waits for, if there is one."""
-    watcher = getattr(ddp.logger, "watcher", None)
+    watcher = next(watchers(ddp), None)
     return watcher if isinstance(watcher, Deferral) else None
+
+
+def watchers(ddp: Any) -> Iterator[Any]:
+    """Who watches the module's logger."""
+    logger = ddp.logger
+    while isinstance(logger, WatchedLogger):
+        yield logger.watcher
+        logger = logger.logger
 
 
 def watch(ddp: Any, watcher: Any) -> None:

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest.mock import patch
 
@@ -57,9 +57,7 @@ def compile(  # the public name, as in torch.compile
     if any(_is_compiled(outer) and ddp in outer.modules() for outer in ddp_model.modules()):
         got = f"got {type(ddp_model).__name__}, which is; compile it only here"
         raise UsageError(f"ddp_model: expected a module that is not compiled yet, {got}")
-    dynamo_backend = DdpoptBackend(backend, strategy=strategy, buckets=buckets)
-    own_options = {key: v for key, v in (options.get("options") or {}).items() if key not in TORCHS_OPTIONS}
-    configured(dynamo_backend.compiler, mode=options.get("mode"), options=own_options)  # checks them now
+    dynamo_backend = backend_of(backend, strategy, buckets, options)
     keep_local(ddp.module)
 
     def compiled(function: Callable[..., Any], **changed: Any) -> Any:
@@ -82,6 +80,16 @@ def compile(  # the public name, as in torch.compile
         with contextlib.suppress(UnsupportedError):  # reported when a graph is compiled
             dynamo_backend.follow(ddp)
     return module
+
+
+def backend_of(
+    backend: str | CompilerFn, strategy: Strategy, buckets: Buckets, options: Mapping[str, Any]
+) -> DdpoptBackend:
+    """The Dynamo backend for these arguments of `compile`, which are checked as it says."""
+    made = DdpoptBackend(backend, strategy=strategy, buckets=buckets)
+    own_options = {key: v for key, v in (options.get("options") or {}).items() if key not in TORCHS_OPTIONS}
+    configured(made.compiler, mode=options.get("mode"), options=own_options)
+    return made
 
 
 class _Compiled(OptimizedModule):

@@ -9,6 +9,7 @@ import functools
 import json
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self, cast, get_args, get_origin, get_type_hints
@@ -72,6 +73,8 @@ def _built(kind: Any, value: Any) -> Any:
         return of(**{f.name: _built(types[f.name], value[f.name]) for f in fields(of) if f.name in value})
     if get_origin(kind) is tuple:
         return tuple(_built(get_args(kind)[0], each) for each in value)
+    if get_origin(kind) is Mapping:
+        return dict(value)
     if kind in (int, float) and not 0 <= value < math.inf:
         raise ValueError(f"expected a number, got {value!r}")
     return value
@@ -85,6 +88,6 @@ def read(option: str, file: str | os.PathLike[str]) -> str:
     """
     try:
         return Path(file).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
+    except (OSError, TypeError, ValueError) as error:
         came = f"cannot read {str(file)!r}: {error}"
         raise UsageError(f"{option}: {came}; name a file that ddpopt wrote") from error

@@ -20,7 +20,7 @@ from typing import Any, Literal
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 
-from ddpopt.ddp.deferral import LONGEST_WAIT, pending, watch
+from ddpopt.ddp.deferral import LONGEST_WAIT, pending, watch, watchers
 from ddpopt.ddp.fit import ddp_within
 from ddpopt.ddp.impose import impose_decided, imposed_plan
 from ddpopt.ddp.plan_exchange import same_buckets
@@ -92,13 +92,15 @@ def compile(  # the public name, as in torch.compile
     if plan is not None:
         if buckets != "plan":
             raise UsageError(f"plan: expected buckets='plan' with it, got {buckets!r}; leave one of them out")
+        api.backend_of(backend, strategy, "plan", options)  # before anything changes
         impose_decided(ddp, lambda: _read_plan(plan, ddp, strategy), LONGEST_WAIT)
     open_or_given: Any = "open" if buckets == "auto" else buckets
     module = api.compile(ddp_model, backend=backend, strategy=strategy, buckets=open_or_given, **options)
     if buckets == "auto" and not isinstance(module, OptimizedModule):
         logger.info("ddpopt: nothing is tuned: torch.compile is disabled")
     elif buckets == "auto":
-        watch(ddp, _Tuning(ddp, _tuned(Watch(ddp), strategy)))
+        if not any(isinstance(watcher, _Tuning) for watcher in watchers(ddp)):
+            watch(ddp, _Tuning(ddp, _tuned(Watch(ddp), strategy)))
         again = {**module._compile.keywords, "buckets": buckets}
         module.__dict__["_compile"] = functools.partial(compile, **again)
     return module
@@ -111,7 +113,8 @@ def _read_plan(plan: Plan | str | os.PathLike[str], ddp: Any, strategy: Strategy
         profile, link = Profile.from_file("plan", plan), Link.from_file("plan", plan)
         devices = profile.gradients[0].spec.device.partition(":")[0], next(ddp.parameters()).device.type
         strategies = profile.strategy, "inline" if strategy == "auto" else strategy
-        ranks, where = (link.world_size, ddp.process_group.size()), f"plan {os.fspath(plan)}"
+        ranks = {profile.world_size, link.world_size}, {ddp.process_group.size()}
+        where = f"plan {os.fspath(plan)}"
         profile.require_fit(where, device=devices, strategy=strategies, ranks=ranks)
     return Plan.from_file("plan", plan)
 
@@ -164,14 +167,14 @@ def _tuned(watch: Watch, strategy: Strategy) -> Course[None]:
         was_s, now_s = (simulate(each, profile, link).step_s for each in (former, best))
         plan = watch.use(lambda: best if now_s <= was_s * (1 - WORTH) else former)
     except REFUSALS:
-        while watch.hold:  # it stays until the buckets of all ranks can change
+        while watch.is_holding:  # it stays until the buckets of all ranks can change
             try:
                 watch.use(lambda: former)
             except REFUSALS:
                 yield
         raise
     finally:
-        if watch.hold:
+        if watch.is_holding:
             watch.install(former)
     if same_buckets([plan, former]):
         logger.info("ddpopt: the buckets stay: a step of %s expected, at best %s", ms(was_s), ms(now_s))

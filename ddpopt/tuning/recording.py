@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from types import FunctionType
 from typing import Any, TypeVar
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -108,8 +109,13 @@ class Watch:
 
     def install(self, plan: Plan, *, holds: bool = False) -> None:
         """Give this rank's reducer other buckets; the others must do the same before their next reduction."""
-        self.hold = Hold(self.ddp, self.device) if holds else None
+        self.hold, self._plan = (Hold(self.ddp, self.device) if holds else None), plan
         install(self.ddp, plan, self.hold)
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether the reducer has our hook; not once the user has imposed other buckets."""
+        return self.hold is not None and getattr(self.ddp.reducer, "plan", None) == self._plan
 
     def one_each(self) -> Plan:
         """A bucket for each gradient, in the order in which they were complete in the last backward."""
@@ -127,7 +133,7 @@ class Watch:
         self.hold.last = lambda: found.append(call())
         yield
         if not found:
-            raise UsageError("a step did not reduce its gradients")
+            raise UsageError("a step did not reduce its gradients, or other buckets were imposed")
         return found[0]
 
     def profiled(self, steps: int, strategy: str) -> Course[Profile]:
@@ -170,7 +176,7 @@ def require_profilable(ddp: Any) -> None:
     """Check that steps of a module can be profiled with other buckets; raises UsageError."""
     hook, state = _own_hook(ddp)
     is_function = isinstance(hook, FunctionType) and not hook.__closure__
-    held = is_function and isinstance(state, dist.ProcessGroup | None)
+    held = hook is _without_hook or (is_function and isinstance(state, dist.ProcessGroup | None))
     reasons = {
         "under join() ranks may stop at any step": ddp._join_config.enable,
         "skip_all_reduce_unused_params skips buckets": getattr(ddp, "skip_all_reduce_unused_params", False),
@@ -183,8 +189,12 @@ def require_profilable(ddp: Any) -> None:
 def _own_hook(ddp: Any) -> tuple[Any, Any]:
     """The module's communication hook, or one like the reducer without any; None for one in C++."""
     if not ddp._get_ddp_logging_data().get("comm_hook"):  # a copy still lists the hooks of its original
-        return allreduce_hook, ddp.process_group
+        return _without_hook, ref(ddp)
     return ddp._comm_hooks[-1] if ddp._comm_hooks else (None, None)
+
+
+def _without_hook(ddp: Any, bucket: Any) -> Future[Any]:
+    return allreduce_hook(ddp().process_group, bucket)  # the group that it has now
 
 
 class Hold:

@@ -68,6 +68,10 @@ class Profile(Stored):
     measured: Mapping[str, str]
     FORMAT = 2
 
+    def __post_init__(self) -> None:
+        if not self.gradients:
+            raise ValueError("it has no gradients")
+
     @property
     def alone_s(self) -> float:
         """The step without communication, in seconds."""
