@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from ddpopt.cases import corpus
 from ddpopt.cases.case import Case
@@ -154,24 +153,6 @@ def test_a_mode_that_silently_compiles_nothing_is_wrong() -> None:
     assert [finding.claim for finding in trial.findings] == ["something was compiled"]
 
 
-def test_a_rank_that_fails_alone_is_named_and_the_next_trial_is_not_disturbed() -> None:
-    def failing(output: Tensor) -> Tensor:
-        if torch.compiler.is_compiling() or torch.distributed.get_rank() == 0:
-            return output.square().mean()
-        return output.square().mean() * Once.factor()
-
-    case = Case("once", PLAIN.model, PLAIN.inputs, "fails on rank 1 the third time", loss=failing)
-    Once.calls = 0
-    wrong, right = judged(case, "default", ("whole", "ddpopt-inline"))
-    if torch.distributed.get_world_size() == 1:
-        assert wrong.status is Status.OK
-        return
-    assert wrong.status is Status.WRONG
-    assert {finding.message.partition(" (")[0] for finding in wrong.findings} == {"RuntimeError: this once"}
-    assert 0 not in {finding.rank for finding in wrong.findings}
-    assert right.status is Status.OK
-
-
 @pytest.mark.world_size(2)
 def test_a_rank_that_compiles_for_longer_than_its_peers_wait_is_nothing_wrong() -> None:
     def slow_on_one_rank(gm: torch.fx.GraphModule, _: object) -> Any:
@@ -197,19 +178,6 @@ def test_a_rank_that_gets_through_does_not_leave_its_peer_waiting_and_that_is_wr
     # what gloo says of a peer that has gone depends on who notices first, and is nobody's promise
     told = [(found.claim, found.rank) for found in trial.findings]
     assert (trial.status, told) == (Status.WRONG, [("the step runs", rank) for rank in others])
-
-
-class Once:
-    """Counts forwards of this process: eager runs twice, with a step under no_sync, and alone once."""
-
-    calls = 0
-
-    @classmethod
-    def factor(cls) -> float:
-        cls.calls += 1
-        if cls.calls == 13:
-            raise RuntimeError("this once")
-        return 1.0
 
 
 def test_half_precision_on_request_is_judged_by_its_own_rounding() -> None:

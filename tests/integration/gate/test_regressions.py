@@ -55,21 +55,6 @@ def told(before: Figures, found: Figures) -> str:
     return changed.partition("\n\nIf this is intended")[0]
 
 
-def test_one_bucket_more(inline: Figures) -> None:
-    assert_expected_inline(
-        told(inline, measured(INLINE, stack(layers_a_bucket=2))),
-        """\
-stack, plan
-  fingerprint: FINGERPRINT before, FINGERPRINT now
-  bucket 0: 0.012 MiB float32, linear4.weight before, 0.008 MiB float32 now
-  bucket 1: linear1.weight before, linear4.weight now
-  bucket 2: absent before, 0.004 MiB float32, linear1.weight now
-
-stack, ddpopt-inline
-  collectives per backward: 2 allreduce before, 3 allreduce now""",
-    )
-
-
 def test_a_graph_more(inline: Figures) -> None:
     assert_expected_inline(
         told(inline, measured(INLINE, stack("graph_break"))),

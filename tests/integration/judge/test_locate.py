@@ -49,20 +49,6 @@ def test_what_a_single_rank_does_not_show_is_located_and_shown_on_two(
     assert not dist.is_initialized()
 
 
-@pytest.mark.nightly
-def test_a_backend_that_takes_its_ranks_down_is_located_as_any_other(
-    tmp_path: Path, top_rung_alone: None
-) -> None:
-    found = locate(f"{MODULE}:short", broken("dying_on_tanh"), tmp_path / "shown.py", nproc=1, limit_s=400)
-    assert [(rung.name, rung.detail) for rung in found.rungs] == [
-        ("dying_on_tanh, no DDP", "rank 0 died of SIGSEGV")
-    ]
-    assert found.layer == "the backend dying_on_tanh"
-    assert [segment.partition(" (")[0] for segment in found.segments] == ["graph 0, segment 1 of 2: tanh"]
-    assert (found.script, found.reproduces) == ("shown.py", True)
-    assert found.note == ""
-
-
 STAGE = Stage("local", "mine")
 RUNG = Rung("mine, no DDP", agrees=False)
 RAISED = RankFailure(0, "raised", "a task", 1, stack="Traceback\n  in f\na.KeyError: 'x'\n\nSee the docs.")

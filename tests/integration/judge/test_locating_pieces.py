@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
-from torch._dynamo import compiled_autograd, lookup_backend
+from torch._dynamo import lookup_backend
 
 from ddpopt.graph.nodes import body_nodes
 from ddpopt.judge.locating.pieces import NOTHING, ChosenPieces
@@ -72,27 +72,3 @@ def test_pieces_are_counted_through_all_graphs_and_named_by_graph_place_operatio
     for line, begins in zip(backend.described(part), named, strict=True):
         assert line.startswith(begins)
         assert "(miscompiled.py:" in line
-
-
-def test_a_backward_that_compiled_autograd_captures_is_cut_too_and_gradients_stay() -> None:
-    model, x = Stages(), torch.linspace(-1, 1, 32).view(4, 8)
-
-    def captured(backend: ChosenPieces) -> list[Tensor]:
-        torch._dynamo.reset()
-        model.zero_grad()
-        loss = torch.compile(model, backend=backend)(x).square().sum()
-        with compiled_autograd._enable(torch.compile(backend=backend), dynamic=False):
-            loss.backward()
-        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-
-    forward = ChosenPieces(Spy(), range(8))
-    expected, spy = captured(forward), Spy()
-    tanh = next(i for i, names in enumerate(forward.graphs[1]) if "tanh_backward" in names[0])
-    got = captured(ChosenPieces(spy, range(8 + tanh + 1)))
-    assert len(spy.compiled) == 2
-    assert spy.compiled[1][-1] == "tanh_backward.default"
-    assert len(got) == 8
-    assert all(torch.equal(left, right) for left, right in zip(got, expected, strict=True))
-    (named,) = forward.described(range(8 + tanh, 8 + tanh + 1))
-    assert named.startswith(f"graph 1, segment {tanh} of ")
-    assert ": tanh_backward.default (miscompiled.py:" in named

@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -102,23 +101,6 @@ def test_what_fails_though_nothing_is_compiled_has_no_segment_to_blame(searching
     assert rungs(known) == {"eager, whole on 1 rank": True, "eager, torch on 1 rank": False}
     assert known.segments == ()
     assert known.about_segments == "the difference appears even though no piece is compiled"
-
-
-def test_a_model_that_is_right_ends_without_a_blame(searching: Searching) -> None:
-    known = searching(f"{MODULE}:stages", "whole", "aot_eager")
-    assert list(rungs(known).values()) == [True] * 4
-    assert (known.stage, known.segments) == (None, ())
-
-
-def test_the_model_alone_comes_first_and_the_mode_on_trial_last() -> None:
-    question = Question("x", "default", "torch", "aot_eager")
-    assert [stage.name for stage in stages_of(question, 1)] == [
-        "eager, no DDP", "aot_eager, no DDP", "eager, whole on 1 rank", "aot_eager, whole on 1 rank",
-        "eager, torch on 1 rank", "aot_eager, torch on 1 rank",
-    ]  # fmt: skip
-    assert next(stages_of(question, 2)) == Stage("whole", "eager", 2)
-    # a mode that compiles nothing has no backend to run the model alone with
-    assert [*stages_of(replace(question, mode="eager", backend=""), 1)] == [Stage("eager", "", 1)]
 
 
 @pytest.mark.parametrize(

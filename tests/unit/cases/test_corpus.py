@@ -18,15 +18,6 @@ from tests.refusals import refusal
 # ------------------------------------------------------------------------------------------------ names
 
 
-def test_every_case_has_a_name_of_its_own_and_a_line_on_what_it_exercises() -> None:
-    names = [case.name for case in corpus.cases()]
-    assert len(set(names)) == len(names)
-    for case in corpus.cases():
-        assert case.about
-        assert "\n" not in case.about
-        assert not case.about.endswith(".")
-
-
 def test_an_unknown_case_is_rejected_with_names_like_it_and_the_command_that_lists_all() -> None:
     assert refusal(lambda: corpus.case("gtp")) == (
         "expected the name of a case in the corpus, got 'gtp'; 'ddpopt cases' lists them, and a function of "

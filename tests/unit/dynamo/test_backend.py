@@ -31,7 +31,6 @@ from ddpopt.ddp.deferral import keeps_buckets
 from ddpopt.ddp.impose import impose, imposed_plan
 from ddpopt.dynamo.backend import DdpoptBackend
 from ddpopt.errors import CertificateError, UsageError
-from ddpopt.graph.artifacts import show
 from ddpopt.observation.observe import observe
 from ddpopt.planning.model_graphs import Planned, plan_for_reducer
 from ddpopt.planning.plan import Plan
@@ -202,19 +201,6 @@ def test_torch_finds_these_names_and_refuses_another_with_its_own_error() -> Non
     assert {*NAMES} < {*torch.compiler.list_backends()}
     with pytest.raises(InvalidBackend, match="Invalid backend: 'ddpopt-spilt'"):
         torch.compile(ddp_of(), backend="ddpopt-spilt")
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_without_torchs_tools_no_text_is_made_for_them(
-    strategy: Strategy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch._logging._internal.trace_log, "handlers", [])  # pytest's own is there
-    printed = create_autospec(fx.GraphModule.print_readable, return_value="")
-    monkeypatch.setattr(fx.GraphModule, "print_readable", printed)
-    ddp = ddp_of()
-    step(ddpopt.compile(ddp, backend="eager", strategy=strategy), ddp, rows())
-    show("made", made := create_autospec(str, return_value=""), "json")
-    assert (printed.call_count, made.call_count) == (0, 0)
 
 
 def sequential() -> nn.Module:
@@ -548,55 +534,6 @@ def test_the_first_forward_may_run_inside_a_checkpoint(strategy: Any) -> None:
         return [step(call, ddp, rows()) for _ in range(2)]
 
     assert_as_eager(trained, strategy)
-
-
-# --------------------------------------------------------------------------------- compiled only as needed
-
-
-class Scaled(Net):
-    """Two segments read a number each, the others none."""
-
-    def forward(self, x: Tensor, first: float = 1.0, last: float = 1.0) -> Tensor:
-        layers = list(self.layers)
-        x = layers[0](x).relu()
-        x = layers[1](x).relu() * first
-        out: Tensor = layers[3](layers[2](x).relu() * (last / 4)).relu()
-        return out
-
-
-class Bounded(Net):
-    """A number is read inside a checkpoint, and another one where it cannot be turned into a tensor."""
-
-    def forward(self, x: Tensor, bound: float = 1.0, slope: float = 1.0) -> Tensor:
-        layers = list(self.layers)
-        x = layers[1](layers[0](x).relu())
-        x = checkpoint(lambda x, bound: layers[2](x).clamp(max=bound), x, bound, use_reentrant=False)
-        return nn.functional.leaky_relu(layers[3](x), slope / 4)
-
-
-TURNED = 2 if torch.__version__ >= "2.13" else 5
-"""Graphs of numbers that become tensors. Before 2.13 torch makes them constants again, without DDP too."""
-
-
-@pytest.mark.parametrize(
-    ("factory", "backend", "graphs"),
-    [
-        (Scaled, "aot_eager", TURNED),
-        pytest.param(Scaled, "inductor", TURNED, marks=pytest.mark.nightly),
-        (Bounded, "aot_eager", 5),
-    ],
-)
-def test_numbers_that_change_at_each_step_cost_one_recompilation_or_if_they_cannot_become_tensors_one_each(
-    factory: Callable[[], nn.Module], backend: str, graphs: int
-) -> None:
-    eager, ddp = ddp_of(factory), ddp_of(factory)
-    compiled = ddpopt.compile(ddp, backend=backend, strategy="split")
-    for number in range(5):
-        numbers = (0.25 + number / 8, 2 - number / 4)
-        found, expected = step(compiled, ddp, rows(), *numbers), step(eager, eager, rows(), *numbers)
-        torch.testing.assert_close(found, expected)
-        assert same(found, expected) or factory is Scaled
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
 
 
 # ------------------------------------------------------------------------------------ never silent

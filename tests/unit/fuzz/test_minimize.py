@@ -81,19 +81,6 @@ def test_what_the_failure_needs_of_the_setting_is_kept() -> None:
     assert found.case.setting == Setting("aot_eager", nproc=2, steps=2)
 
 
-def test_a_step_that_reads_far_back_reads_the_same_where_those_between_go() -> None:
-    layers = (step("gain"), *(step("linear") for _ in range(5)), step("halved", 5))
-
-    def reads_the_gain(case: FoundCase) -> bool:
-        names = [each.block for each in case.model.steps]
-        return names[-1] == "halved" and names[-2 - case.model.steps[-1].reads[0]] == "gain"
-
-    found = minimized(
-        replace(CASE, model=DrawnModel(steps=layers)), Asked("gain", "halved", also=reads_the_gain)
-    )
-    assert found.case.model.steps == (step("gain"), step("halved"))
-
-
 def test_a_case_that_fails_in_another_way_is_refused_with_both_failures() -> None:
     def judged(*ending: Any) -> str:
         case = replace(CASE, torch="2.12.0")

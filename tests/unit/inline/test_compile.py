@@ -22,7 +22,7 @@ from ddpopt.planning.plan import Bucket
 from ddpopt.planning.strategy import why_not_inline
 from tests.multigpu.models import gradients_of, same
 from tests.unit.rehearsing import Linears
-from tests.unit.tracing import Recorder, written
+from tests.unit.tracing import Recorder
 
 pytestmark = pytest.mark.usefixtures("one_rank_group", "fresh_dynamo")
 
@@ -66,15 +66,6 @@ def rows() -> Tensor:
 
 
 # ------------------------------------------------------------------------------------------ the graphs
-
-
-def test_the_backward_graph_hands_a_buckets_gradients_over_where_the_last_completes() -> None:
-    compiler = Compiler()
-    train(Two(), compiler)
-    (graph,) = compiler.backwards
-    lines = written(graph)
-    assert lines[lines.index("hand_over(view, t_5)") - 1] == "t_5(t_4)"
-    assert lines[-3:-1] == ["t_8(t_7)", "hand_over_1(view_1, t_8)"]
 
 
 def grouped(*uses: tuple[str, int, dict[str, Any]], buckets: Sequence[str]) -> str:
@@ -173,38 +164,6 @@ def test_code_for_cuda_graphs_is_split_and_says_why(said: Callable[[], list[str]
 
 
 # ------------------------------------------------------------------------------ the memory of gradients
-
-
-class Sums(nn.Module):
-    """Two biases whose gradients are one tensor, that of the output."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Parameter(torch.ones(4, 8)), nn.Parameter(torch.ones(4, 8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.one + self.two
-
-
-class SumsOfViews(Sums):
-    """The gradients are views of the output's, made in backward."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + (self.one.view(-1) + self.two.view(-1)).view(4, 8)
-
-
-@pytest.mark.parametrize("kind", [Sums, SumsOfViews])
-def test_no_two_gradients_share_memory_and_none_the_callers(kind: type[Sums]) -> None:
-    model = kind()
-    ddp = DistributedDataParallel(model, bucket_cap_mb=CAP_MB / 2)
-    out = ddpopt.compile(ddp, backend="aot_eager", strategy="inline")(rows())
-    out.retain_grad()
-    given = torch.ones_like(out)
-    out.backward(given)
-    tensors = [given, out.grad, *(p.grad for p in model.parameters())]
-    own = {t.untyped_storage().data_ptr() for t in tensors[2:]}
-    assert len(own) == 2
-    assert own.isdisjoint(t.untyped_storage().data_ptr() for t in tensors[:2])
 
 
 def test_several_backwards_at_once_give_eagers_gradients() -> None:

@@ -15,7 +15,6 @@ from ddpopt.judge.matrix import CASES
 from ddpopt.judge.modes import mode
 from ddpopt.judge.options import option
 from ddpopt.observation.observe import Collective
-from ddpopt.planning.plan import Plan
 from ddpopt.ranks.group import Ranks
 
 Change = Callable[[RunEvidence], RunEvidence]
@@ -114,74 +113,44 @@ def with_second_sending(change: Callable[[list[Collective]], list[Collective]]) 
     return changed
 
 
-def other_count(evidence: RunEvidence) -> RunEvidence:
-    def counting(record: Record, count: int) -> Record:
-        return changed_step(record, state={**record.steps[1].state, "count": torch.tensor(count)})
-
-    return replace(evidence, got=counting(evidence.got, 4), eager=counting(evidence.eager, 3))
-
-
-def turned(plan: Plan | None) -> Plan:
-    assert plan is not None
-    return replace(plan, buckets=plan.buckets[::-1])
-
-
 MUTANTS: dict[str, dict[str, Change]] = {
     "as many steps as in eager DDP": {"a step too few": lambda e: with_got(steps=e.got.steps[:2])(e)},
     "a gradient wherever eager DDP has one": {"a gradient is missing": with_gradient(lambda _: None)},
     "gradients with eager DDP's shape, dtype, strides and device": {
-        "another shape": with_gradient(lambda gradient: gradient.flatten()),
-        "other strides": with_gradient(lambda gradient: gradient.t()),
+        "other strides": with_gradient(lambda gradient: gradient.t())
     },
     "parameters and buffers with eager DDP's form, and equal integers": {
-        "a parameter of another form": with_more("state", NAME, torch.zeros(1)),
-        "another count": other_count,
+        "a parameter of another form": with_more("state", NAME, torch.zeros(1))
     },
     "the random generator in the same state as after eager's step": {
-        "random numbers drawn": lambda e: with_step(random=e.got.steps[1].random.flip(0))(e),
-        "another evaluation": lambda e: with_got(
-            evaluation=replace(e.got.moments[3], random=torch.zeros(1, dtype=torch.uint8))
-        )(e),
+        "random numbers drawn": lambda e: with_step(random=e.got.steps[1].random.flip(0))(e)
     },
     "everything that a script can see has eager DDP's form, and hooks run as often and as early": {
         "an output without gradient": with_more("extras", "form of output", "torch.float32")
     },
     "tensors share memory where eager DDP's do and nowhere else, and none is written after its step": {
         "two gradients in one memory": with_step(sharing=frozenset({("gradient of a", "gradient of b")})),
-        "outputs that no longer share memory": lambda e: replace(
-            e, eager=changed_step(e.eager, sharing=frozenset({("output[0]", "output[1]")}))
-        ),
         "a gradient that the next step writes to": with_step(written=("gradient of a",)),
     },
     "parameters and buffers equal on all ranks where they are in eager DDP": {"a rank drifts": other_state},
     "the same buckets on every rank": {"another bucket on a rank": with_second_peer(buckets=(((NAME,),),))},
-    "every bucket reduced exactly once, in order": {
-        "a bucket twice": with_collectives([0, 0, 1]),
-        "buckets out of order": with_collectives([1, 0]),
-    },
+    "every bucket reduced exactly once, in order": {"a bucket twice": with_collectives([0, 0, 1])},
     "as many synchronized backwards as requested, and none under no_sync": {
         "each backward twice": lambda e: with_got(iterations=(e.got.iterations or ()) * 2)(e)
     },
-    "the reducer follows the plan": {
-        "no plan": with_got(plan=None),
-        "a plan in another order": lambda e: with_got(plan=turned(e.got.plan))(e),
-    },
+    "the reducer follows the plan": {"no plan": with_got(plan=None)},
     "something was compiled": {
         "nothing compiled": with_got(graphs=()),
         "no backward captured": lambda e: with_got(iterations=None)(replace(e, mode=mode("python_reducer"))),
     },
     "the same graphs on every rank, step by step": {
-        "a rank compiles more": with_second_peer(graphs=(("0/0", "0/1"), (), ())),
-        "a rank compiles as much, but later": with_second_peer(graphs=((), ("0/0",), ())),
+        "a rank compiles as much, but later": with_second_peer(graphs=((), ("0/0",), ()))
     },
     "no collectives except buckets and those that eager DDP sends": {
         "a collective that is no bucket": with_got(elsewhere=(Collective("allreduce", 4, "float32", None),))
     },
     "the same collectives on every rank, in the same order": {
-        "a rank sends less": with_second_sending(lambda sent: sent[:-1]),
-        "a rank sends another size": with_second_sending(
-            lambda sent: [replace(sent[0], nbytes=sent[0].nbytes + 4), *sent[1:]]
-        ),
+        "a rank sends less": with_second_sending(lambda sent: sent[:-1])
     },
     "the collectives that the engine promises": {
         "one too few": with_got(sent=[("allreduce of 4 bytes of float32",)], promised={"allreduce": 2})

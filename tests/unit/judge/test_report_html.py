@@ -101,9 +101,3 @@ def test_every_trial_has_a_row_and_a_cell_that_leads_to_it() -> None:
     by_case = sorted(range(len(made.trials)), key=lambda index: CASES.index(made.trials[index].case))
     assert page.attributes("td", "data-trial") == [str(index) for index in by_case]
     assert page.attributes("tr", "id") == [f"t{index}" for index in range(len(made.trials))]
-
-
-def test_the_largest_verdict_is_a_page_that_a_browser_can_hold_without_addresses() -> None:
-    text = html_page(matrix())
-    assert len(text) < 3 * 2**20
-    assert not re.search("0x[0-9a-f]{6}", text)
