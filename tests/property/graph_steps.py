@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import fx
-from torch._higher_order_ops.wrap import tag_activation_checkpoint
 
 from tests.graph_builder import GraphBuilder
 
@@ -192,27 +191,10 @@ def _counted_buffer(sketch: Sketch) -> fx.Node:
     return between
 
 
-def _layer_of(builder: GraphBuilder, *given: fx.Node) -> tuple[fx.Node]:
-    return (builder.call(torch.tanh, builder.call(torch._C._nn.linear, *given)),)
-
-
-def _checkpoint(sketch: Sketch) -> fx.Node:
-    """A layer whose values the backward computes again."""
-    builder, given = sketch.builder, (sketch.value(), sketch.weight(), sketch.vector())
-    body = builder.subgraph("wrap_body", dict(zip("xwb", given, strict=True)), _layer_of)
-    results = builder.call_like(
-        lambda _, value, weight, bias: (value @ weight + bias,),
-        tag_activation_checkpoint,
-        *(body, *given),
-        use_reentrant=False,
-    )
-    return builder.call(operator.getitem, results, 0)
-
-
 Step = Callable[[Sketch], fx.Node | None]
 _PURE_STEPS: tuple[Step, ...] = (
     _linear, _parameters_in_a_list, _add, _activation, _dropout, _views, _detached_parameter, _constant,
-    _checkpoint, _low_precision,
+    _low_precision,
 )  # fmt: skip
 STEPS: tuple[Step, ...] = (
     *_PURE_STEPS, _chunks, _later_item, _mutated_sum, _mutated_view, _reshaped_view, _mutated_input,

@@ -25,9 +25,6 @@ from tests.profiles import share
 
 Results = dict[str, Tensor | None]
 
-# torch.cond runs through Dynamo in eager, which looks at the gradient of what it is given
-pytestmark = pytest.mark.filterwarnings("ignore:.*is not a leaf Tensor is being accessed:UserWarning")
-
 
 def results(model: nn.Module, loss: Tensor) -> Results:
     """The loss, the gradients and the buffers of one step."""

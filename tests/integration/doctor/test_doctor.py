@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,19 +49,6 @@ class Skipping(Healthy):
     def forward(self, x: torch.Tensor, skip: bool = False) -> Any:
         x = self.first(x)
         return x if skip else self.second(x)
-
-
-class Penalised(Healthy):
-    """Compiled code has no second derivative, which the loss below asks for."""
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.first(x).sin(), x
-
-
-def penalty(output: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    y, x = output
-    (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-    return slope.square().sum()
 
 
 def case_of(model: Callable[[], nn.Module], inputs: Callable[[int, int], Call] | None = None) -> Case:
@@ -194,18 +180,6 @@ def test_a_crash_of_torchs_optimizer_is_reported_and_ddpopt_runs() -> None:
     assert (finding.topic, finding.weight) == ("run", Weight.WRONG)
     assert "First bucket should be smaller/equal to other buckets" in finding.what
     assert list(diagnosis.buckets) == ["ddpopt"]
-
-
-def test_no_finding_proposes_what_fails_too() -> None:
-    case = case_of(Penalised, lambda rank, step: ((torch.ones(4, 8, requires_grad=True),), {}))
-    diagnosis = diagnose(
-        replace(case, loss=penalty, ddp_kwargs={"find_unused_parameters": True}), backend="aot_eager"
-    )
-    theirs, ours = (finding for finding in diagnosis.problems if finding.topic == "run")
-    assert "Under torch's DDPOptimizer step 0 fails: " in theirs.what
-    assert "Under ddpopt step 0 fails: " in ours.what
-    assert theirs.step == "Set torch._dynamo.config.optimize_ddp = False, without overlap."
-    assert ours.step == "Please report this to ddpopt, with the model."
 
 
 def test_a_module_that_dynamo_steps_over_is_not_compiled_at_all() -> None:

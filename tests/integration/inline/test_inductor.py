@@ -133,35 +133,6 @@ def test_memory_is_used_directly_only_where_generated_code_is_done_with_it(
         assert (net.watched.grad.data_ptr() == address) == (expected == TAKEN), name  # type: ignore[union-attr, operator]  # it is there
 
 
-class SharedGradient(nn.Module):
-    """Two biases and an input, whose gradients are one tensor; and a scale that goes first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = nn.Parameter(torch.zeros(8, 8)), nn.Parameter(torch.zeros(8, 8))
-        self.scale = nn.Parameter(torch.ones(8, 16))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x + self.left + self.right).tanh() @ self.scale
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize(
-    ("hooked", "limit"), [("left", 8 * 8), ("right", 8 * 16), ("scale", 8 * 8), ("scale", 8 * 16)]
-)
-def test_gradients_that_are_kept_handed_over_and_returned_share_no_memory(
-    hooked: str, limit: int, backend: str
-) -> None:
-    model = SharedGradient()
-    model.get_parameter(hooked).register_hook(lambda _: None)  # type: ignore[no-untyped-call]  # of torch
-    ddp = DistributedDataParallel(model, bucket_cap_mb=4 * limit / 2**20)
-    x = drawn(8, 8).requires_grad_()
-    ddpopt.compile(ddp, backend=backend, strategy="inline")(x).sum().backward()
-    found = [x.grad, model.left.grad, model.right.grad]
-    assert [found[0].equal(gradient) for gradient in found] == [True] * 3  # type: ignore[union-attr, arg-type]  # all there
-    assert len({gradient.data_ptr() for gradient in found if gradient is not None}) == 3
-
-
 # reads a parameter by arithmetic that Inductor would put off until what follows has need of it
 REORDERED = DrawnModel((step("linear"), step("reordered", by="sort"), step("linear")), width=16)
 

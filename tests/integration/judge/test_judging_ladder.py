@@ -126,21 +126,6 @@ def test_whatever_is_wrong_is_found_in_every_way_to_judge(clipped: Reference, wh
         assert {level for level, parameter in wrong if parameter == name} == levels
 
 
-def test_a_parameter_without_a_gradient_has_to_stay(clipped: Reference) -> None:
-    step = clipped.eager.steps[1]
-    none: dict[str, Any] = {
-        "gradients": {**step.gradients, NAME: None},
-        "final": {**step.final, NAME: None},
-    }
-    kept = {**step.state, NAME: clipped.eager.starts[1][NAME]}
-    eager = changed(clipped.eager, **none, state=kept)
-    reference = standing_in(clipped, eager=eager)
-    right = changed(clipped.again, **none, state=kept)
-    assert wrong_of(climb(reference, right)) == set()
-    moved = changed(clipped.again, **none)
-    assert wrong_of(climb(reference, moved)) == {("L0", PARAMETER + NAME)}
-
-
 def standing_in(reference: Reference, **changes: Any) -> Any:
     """A reference like another one."""
     other = copy.copy(reference)

@@ -49,10 +49,6 @@ def rungs(known: Known) -> dict[str, bool]:
     ("target", "mode", "backend", "guilty"),
     [
         ("stages", "local", "losing_bias", "graph 0, segments 2 to 3 of 8: linear"),
-        pytest.param(
-            *("stages", "local", "crossing_two", "graph 0, segments 1 to 5 of 8: relu"),
-            marks=pytest.mark.nightly,
-        ),
         ("short", "ddpopt-inline", "refusing_tanh", "graph 0, segment 1 of 2: tanh"),
     ],
 )
@@ -78,12 +74,6 @@ def test_what_took_its_ranks_down_before_is_not_tried_again(searching: Searching
     known = Known(stage=stage, symptom=died, symptoms=symptoms)
     searching(f"{MODULE}:short", "whole", "dying_on_tanh", stage, known=known)
     assert segments(known) == ["graph 0, segment 1 of 2: tanh"]
-
-
-def test_a_model_that_aot_breaks_is_distinguished_from_one_that_dynamo_breaks(searching: Searching) -> None:
-    known = searching(f"{MODULE}:aliased", "whole", "aot_eager")
-    assert rungs(known) == {"eager, no DDP": True, "aot_eager, no DDP": False}
-    assert any("add_" in segment for segment in known.segments)
 
 
 def test_segments_that_are_wrong_only_once_the_mode_has_cut_are_found_among_its_own(

@@ -42,10 +42,7 @@ from tests.multigpu.turns import in_turn
 from tests.unit.rehearsing import Broken, Linears, marked
 from tests.unit.tracing import Recorder
 
-pytestmark = [
-    pytest.mark.usefixtures("one_rank_group", "fresh_dynamo"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
-]
+pytestmark = pytest.mark.usefixtures("one_rank_group", "fresh_dynamo")
 WIDTH = 16
 LAYER_BYTES = 4 * WIDTH * (WIDTH + 1)
 ONE_LAYER_MB = LAYER_BYTES / 2**20

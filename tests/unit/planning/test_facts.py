@@ -13,11 +13,6 @@ from ddpopt.planning.facts import collect, gradient_carriers, parameter_sources
 from tests.graph_builder import GraphBuilder
 from tests.unit.tracing import Traced, parameter_names, trace
 
-# Dynamo reads .grad of graph inputs that are no leaves.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
-    pytest.mark.filterwarnings("ignore:Detected that context_fn is passed to torch.utils.checkpoint"),
-]
 Forward = Callable[["Weights", Tensor], Tensor]
 
 

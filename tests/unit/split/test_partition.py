@@ -16,10 +16,6 @@ from tests.unit.effects import Effects
 from tests.unit.snippets import SNIPPETS
 from tests.unit.tracing import Traced, cut_before, trace_all
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
-)
-
 
 def possible_cuts(gm: fx.GraphModule) -> list[str]:
     body = body_nodes(gm.graph)
