@@ -46,9 +46,7 @@ def test_another_process_finds_the_target_in_its_directory_and_makes_the_same_pl
     assert json.loads(done.stdout)["plan"]["fingerprint"] == plan.fingerprint
 
 
-def test_a_result_that_stdout_does_not_take_is_written_all_the_same_and_the_reason_is_told(
-    tmp_path: Path,
-) -> None:
+def test_a_result_that_stdout_does_not_take_is_written_and_the_reason_told(tmp_path: Path) -> None:
     command = f"{sys.executable} -m ddpopt cases --json cases.json > /dev/full"
     done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, check=False)
     told = "ddpopt: error: cannot write to stdout: No space left on device\n"

@@ -174,23 +174,6 @@ def _low_precision(sketch: Sketch) -> fx.Node:
     return sketch.builder.method("float", sketch.builder.call(torch._C._nn.linear, low, weight))
 
 
-def _mutated_twice(sketch: Sketch) -> fx.Node:
-    total = sketch.builder.call(operator.add, sketch.value(), 1.0)
-    before = sketch.builder.call(operator.mul, total, 0.5)
-    sketch.builder.method("add_", total, _linear(sketch))
-    between = sketch.builder.call(operator.add, total, before)
-    sketch.builder.method("mul_", total, 0.5)
-    return sketch.builder.call(operator.add, between, total)
-
-
-def _counted_buffer(sketch: Sketch) -> fx.Node:
-    count = sketch.builder.buffer(sketch.layer(), "count")
-    sketch.builder.method("add_", count, 1.0)
-    between = sketch.builder.call(operator.add, sketch.value(), count)
-    sketch.builder.method("mul_", count, 0.5)
-    return between
-
-
 Step = Callable[[Sketch], fx.Node | None]
 _PURE_STEPS: tuple[Step, ...] = (
     _linear, _parameters_in_a_list, _add, _activation, _dropout, _views, _detached_parameter, _constant,
@@ -198,7 +181,7 @@ _PURE_STEPS: tuple[Step, ...] = (
 )  # fmt: skip
 STEPS: tuple[Step, ...] = (
     *_PURE_STEPS, _chunks, _later_item, _mutated_sum, _mutated_view, _reshaped_view, _mutated_input,
-    _mutated_buffer, _no_grad_span, _autocast_span, _mutated_twice, _counted_buffer,
+    _mutated_buffer, _no_grad_span, _autocast_span,
 )  # fmt: skip
 
 

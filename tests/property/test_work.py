@@ -85,9 +85,7 @@ def works(graph: SmallGraph, config: BucketConfig) -> dict[str, int]:
 
 @share(0.3)
 @given(pairs_of_graphs(), small_configs())
-def test_twice_the_graph_takes_twice_the_calls(
-    pair: tuple[SmallGraph, SmallGraph], config: BucketConfig
-) -> None:
+def test_twice_the_graph_is_twice_the_work(pair: tuple[SmallGraph, SmallGraph], config: BucketConfig) -> None:
     smaller, larger = (works(graph, config) for graph in pair)
     growth = size(pair[1]) / size(pair[0])
     for what, before in smaller.items():

@@ -91,13 +91,6 @@ class Between(nn.Module):
         return (self.layers[3](self.body(self, self.layer(0, x), given)),)
 
 
-def residual(model: Between, h: Tensor, _: Tensor) -> Tensor:
-    h = (h * 1).view(2, -1, WIDTH)
-    h += model.layer(1, h + 1)
-    h += model.layer(2, h + 1)
-    return torch.tanh(h).view(WIDTH, WIDTH)
-
-
 def detached_in_place(model: Between, h: Tensor, _: Tensor) -> Tensor:
     h = model.layer(1, h)
     twice = h * 2
@@ -238,7 +231,7 @@ def pulled_back_later(model: Between, h: Tensor, _: Tensor) -> Tensor:
 
 BODIES = (
     number_read_before_a_write_by_vmap, pulled_back_later, counted_by_its_version,
-    parts_that_autograd_takes_for_values, residual, detached_in_place, strided, columns, view_by_tensor,
+    parts_that_autograd_takes_for_values, detached_in_place, strided, columns, view_by_tensor,
     broadcast, batch, float_in_region, bool_in_region, by_data, by_data_in_a_body,
     read_and_written_in_one_segment, input_that_is_trained_from_then_on, made_before_it_is_trained,
 )  # fmt: skip

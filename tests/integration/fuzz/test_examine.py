@@ -19,9 +19,7 @@ CASE = FoundCase(
 )
 
 
-def test_an_exception_is_attributed_to_the_backend_alone_and_needs_no_second_run(
-    alone: Ranks, runs: list[str]
-) -> None:
+def test_an_exception_needs_no_second_run_of_the_mode(alone: Ranks, runs: list[str]) -> None:
     (answer,) = examined(alone, CASE.model, "torch", setting=CASE.setting)
     assert (answer.kind, answer.signature) == (Outcome.WRONG, FAILURE)
     assert CASE.fails_so(answer)

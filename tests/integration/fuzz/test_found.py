@@ -47,9 +47,7 @@ def in_each_mode(cases: Sequence[FoundCase]) -> list[Any]:
     ("case", "mode"), in_each_mode([case for case in found_cases() if not fails_undivided(case)])
 )
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
-def test_ddpopt_gets_the_model_right_bit_by_bit_in_both_strategies(
-    case: FoundCase, mode: str, alone: Ranks
-) -> None:
+def test_ddpopt_gets_the_model_right_bit_by_bit(case: FoundCase, mode: str, alone: Ranks) -> None:
     (answer,) = examined(alone, case.model, mode)
     assert answer.kind is Outcome.OK or answer.detail.startswith("nothing was judged"), answer
     assert answer.mode == mode

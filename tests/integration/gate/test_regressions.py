@@ -86,9 +86,7 @@ stack, ddpopt-inline
     )
 
 
-def test_buckets_that_are_no_longer_the_planned_ones(
-    inline: Figures, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_buckets_that_are_not_the_planned_ones(inline: Figures, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise UnsupportedError("this reducer follows nobody")
 
@@ -105,9 +103,7 @@ stack, ddpopt-inline
     )
 
 
-def test_gradients_that_leave_only_when_the_backward_has_ended(
-    inline: Figures, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_that_leave_after_the_backward(inline: Figures, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ddpopt.dynamo.backend, "lendable", lambda *_: [])
     assert_expected_inline(
         told(inline, measured(INLINE, stack())),
@@ -117,9 +113,7 @@ stack, ddpopt-inline
     )
 
 
-def test_equal_segments_that_are_compiled_one_by_one(
-    inline: Figures, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_equal_segments_compiled_one_by_one(inline: Figures, monkeypatch: pytest.MonkeyPatch) -> None:
     case = stack(layers_a_bucket=1)
     before = measured(SPLIT, case)
     monkeypatch.setattr("ddpopt.split.segments.signature", lambda *_: None)

@@ -14,8 +14,9 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch 
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
+from ddpopt.ddp.ready_hooks import ReadyHooks
 from ddpopt.inline import inductor
-from ddpopt.inline.handover import COPIED, TAKEN, Call
+from ddpopt.inline.handover import COPIED, LATE, TAKEN, Call
 from ddpopt.testing.drawn import DrawnModel, step
 
 pytestmark = pytest.mark.usefixtures("one_rank_group", "fresh_dynamo")
@@ -123,14 +124,27 @@ def assert_trained_as_eager(names: tuple[str, ...]) -> Nets:
     return nets
 
 
-def test_memory_is_used_directly_only_where_generated_code_is_done_with_it(
-    received: dict[int, tuple[int, int]],
-) -> None:
+def test_memory_is_used_directly_where_code_is_done_with_it(received: dict[int, tuple[int, int]]) -> None:
     nets = assert_trained_as_eager(tuple(PROGRAMS))
     for net, (name, (_, expected)) in zip(nets, PROGRAMS.items(), strict=True):
         treatment, address = received[id(net.watched)]
         assert (name, treatment) == (name, expected)
         assert (net.watched.grad.data_ptr() == address) == (expected == TAKEN), name  # type: ignore[union-attr, operator]  # it is there
+
+
+def test_a_late_gradient_takes_the_usual_way(received: dict[int, tuple[int, int]], monkeypatch: Any) -> None:
+    monkeypatch.setattr("ddpopt.inline.lowering._is_read_after", lambda *_: True)
+    handed, hand_over = list[Tensor](), ReadyHooks.hand_over
+
+    def noted(hooks: ReadyHooks, place: int, parameter: Tensor, *others: Any) -> None:
+        handed.append(parameter)
+        hand_over(hooks, place, parameter, *others)
+
+    monkeypatch.setattr(ReadyHooks, "hand_over", noted)
+    with fresh_cache():
+        (net,) = assert_trained_as_eager(("a gradient of its own",))
+    assert received[id(net.watched)][0] == LATE
+    assert not any(parameter is net.watched for parameter in handed)
 
 
 # reads a parameter by arithmetic that Inductor would put off until what follows has need of it
@@ -258,9 +272,7 @@ def inlined(ddp: DistributedDataParallel) -> Any:
     return ddpopt.compile(ddp, strategy="inline")
 
 
-def test_a_second_start_compiles_nothing_again_and_is_never_given_the_plain_graph(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_second_start_compiles_nothing_and_gets_no_plain_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = Layers(), drawn(4, 8)
     with fresh_cache():
         with counted() as cold:

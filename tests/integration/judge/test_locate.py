@@ -37,9 +37,7 @@ def top_rung_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.nightly
-def test_what_a_single_rank_does_not_show_is_located_and_shown_on_two(
-    tmp_path: Path, top_rung_alone: None
-) -> None:
+def test_what_one_rank_does_not_show_is_located_on_two(tmp_path: Path, top_rung_alone: None) -> None:
     found = locate(f"{MODULE}:short", wrong("whole", "wrong_on_rank_1"), tmp_path / "shown.py", limit_s=400)
     assert [rung.name for rung in found.rungs if not rung.agrees] == ["wrong_on_rank_1, whole on 2 ranks"]
     assert found.layer.endswith("together with the backend wrong_on_rank_1, with 2 ranks")
@@ -73,9 +71,7 @@ def test_ranks_that_fail_between_two_tries_or_stall_end_the_search_with_a_note(
     assert known.symptom == Symptom("run", "KeyError")
 
 
-def test_a_script_that_cannot_be_written_is_a_note_with_the_layer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_script_that_cannot_be_written_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def found_wrong(known: Known, *_: object) -> None:
         known.hear(Known([RUNG], Stage("local", "eager"), Symptom("numbers")))
 

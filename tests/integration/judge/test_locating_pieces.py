@@ -41,9 +41,7 @@ def gradients(model: nn.Module, call: Callable[..., Any]) -> list[Tensor]:
         (range(6, 99), [["linear", "relu"]]),
     ],
 )
-def test_what_is_chosen_is_compiled_as_one_and_gradients_stay(
-    chosen: range, compiled: list[list[str]]
-) -> None:
+def test_what_is_chosen_is_compiled_and_gradients_stay(chosen: range, compiled: list[list[str]]) -> None:
     model, spy = Stages(), Spy()
     got = gradients(model, torch.compile(model, backend=ChosenPieces(spy, chosen)))
     expected = gradients(model, model)

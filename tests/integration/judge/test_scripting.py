@@ -31,9 +31,7 @@ def script(tmp_path: Path, stage: Stage, symptom: Symptom = NUMBERS, **more: Any
         (NUMBERS, "does not do what eager does."),
     ],
 )
-def test_a_script_says_what_is_wrong_where_and_how_to_run_it(
-    tmp_path: Path, symptom: Symptom, does: str
-) -> None:
+def test_a_script_says_what_is_wrong_and_how_to_run_it(tmp_path: Path, symptom: Symptom, does: str) -> None:
     text = script(tmp_path, Stage("local", "scaling_tanh"), symptom).read_text()
     assert text.startswith(f'"""The backend that is wrong {does}\n\nFound by `ddpopt verify`:\n')
     assert "\ngraph 0, segment 5 of 8\n" in text

@@ -76,9 +76,7 @@ def test_what_took_its_ranks_down_before_is_not_tried_again(searching: Searching
     assert segments(known) == ["graph 0, segment 1 of 2: tanh"]
 
 
-def test_segments_that_are_wrong_only_once_the_mode_has_cut_are_found_among_its_own(
-    searching: Searching,
-) -> None:
+def test_segments_wrong_only_once_the_mode_has_cut_are_found_among_its_own(searching: Searching) -> None:
     own = Stage("ddpopt-split", "wrong_apart")
     known = searching(f"{MODULE}:CUT", "ddpopt-split", "wrong_apart", Stage("whole", "wrong_apart"), own)
     assert list(rungs(known).values()) == [True, False]

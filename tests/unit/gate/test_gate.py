@@ -51,9 +51,7 @@ def test_the_same_figures_pass(file: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert asked == [(SETTINGS, ("gpt", "tied"))]
 
 
-def test_a_change_fails_in_every_report_and_leaves_the_baseline_alone(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_change_fails_in_every_report(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = file.read_text()
     reports = [file.parent / name for name in ("gate.xml", "gate.html", "gate.md")]
     words = [word for report in reports for word in ("--report", str(report))]
@@ -78,9 +76,7 @@ def test_update_writes_what_changed_and_says_so(file: Path, monkeypatch: pytest.
     assert run("gate", "--baseline", str(file), "--update").stderr == f"ddpopt: nothing to change in {file}\n"
 
 
-def test_no_baseline_is_made_of_a_run_that_is_wrong_or_of_nothing(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_baseline_is_made_of_a_wrong_run_or_nothing(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = file.read_text()
     measuring(monkeypatch, with_mode(verdict="wrong: L0: a gradient"))
     result = run("gate", "--baseline", str(file), "--update")
@@ -94,9 +90,7 @@ def test_no_baseline_is_made_of_a_run_that_is_wrong_or_of_nothing(
     assert not new.exists()
 
 
-def test_a_new_baseline_keeps_what_was_asked_for_and_its_folder_is_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_new_baseline_keeps_what_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "ci" / "gate" / "b.json"
     asked = measuring(monkeypatch, FIGURES)
     words = "gpt tied --update --mode ddpopt-split --backend eager --nproc 3 --steps 4 --baseline"

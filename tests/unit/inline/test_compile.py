@@ -120,9 +120,7 @@ class Unseen(Two):
     [(CAP_MB, {}, 2), (25, {"strategy": "inline"}, 0)],
     ids=["auto", "one bucket"],
 )
-def test_auto_compiles_one_graph_inline_and_a_single_bucket_whole(
-    cap_mb: float, options: dict[str, Any], calls: int
-) -> None:
+def test_auto_is_inline_and_a_single_bucket_whole(cap_mb: float, options: dict[str, Any], calls: int) -> None:
     compiler = Compiler()
     ddp = DistributedDataParallel(Two(), bucket_cap_mb=cap_mb)
     torch.autograd.backward(ddpopt.compile(ddp, backend=compiler, **options)(rows()).sum())
@@ -225,18 +223,3 @@ def test_a_parameter_not_lent_is_named(op: str, value: Tensor, lent: bool, reaso
     graph.output(node)
     gm = fx.GraphModule({"w": value}, graph)
     assert why_not_inline(gm, {node: {"w": "w"}} if lent else {}) == reason
-
-
-def test_a_graph_whose_backward_communicates_is_split() -> None:
-    collective = torch.ops._c10d_functional.all_reduce
-    for trained, reason in (
-        (True, "the backward of 'sums' communicates, and all ranks must send in the same order"),
-        (False, None),
-    ):
-        graph = fx.Graph()
-        given = graph.placeholder("x")
-        sums = graph.create_node("call_function", collective, (given, "sum", "0"), name="sums")
-        for node in (given, sums):
-            node.meta["example_value"] = torch.ones(2, requires_grad=trained)
-        graph.output(sums)
-        assert why_not_inline(fx.GraphModule({}, graph), {}) == reason

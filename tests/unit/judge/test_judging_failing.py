@@ -61,9 +61,7 @@ def test_a_failure_names_the_users_line_and_torchs_own() -> None:
         pytest.param([], 2, False, id="no rank failed"),
     ],
 )
-def test_ranks_waited_for_each_other_where_all_did_nothing_else(
-    failures: list[Failure], size: int, waited: bool
-) -> None:
+def test_ranks_waited_where_all_did_nothing_else(failures: list[Failure], size: int, waited: bool) -> None:
     assert bool(stalled(failures, size, 9)) is waited
 
 

@@ -140,9 +140,7 @@ def test_what_a_run_had_no_time_for_is_broken_and_says_so(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("before", [(), (fails(KILLED, 0),)])
-def test_a_failure_before_any_trial_is_nobodys(
-    before: tuple[Play, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_before_all_is_nobodys(before: tuple[Play, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     def dies(*_: object) -> None:
         raise KILLED
 

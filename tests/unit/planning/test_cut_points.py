@@ -126,9 +126,7 @@ def hooks_forbidden_twice(x: Tensor, _: Tensor, __: Tensor) -> Tensor:
         (hooks_forbidden_twice, "_saved_tensors_hooks_disable", "_saved_tensors_hooks_enable", HOOKS),
     ],
 )
-def test_nested_spans_of_one_state_are_kept_together_as_one(
-    program: Program, first: str, last: str, why: str
-) -> None:
+def test_nested_spans_of_one_state_are_one(program: Program, first: str, last: str, why: str) -> None:
     graph = graph_of(program)
     names = [node.name for node in body_nodes(graph)]
     kept = names[names.index(first) + 1 : names.index(last) + 1]
@@ -194,9 +192,7 @@ def conjugated(x: Tensor, _: Tensor, __: Tensor) -> Tensor:
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_no_cut_parts_a_write_from_what_was_made_or_read_before(
-    program: Program, kept: dict[str, str]
-) -> None:
+def test_no_cut_parts_a_write_from_an_earlier_read(program: Program, kept: dict[str, str]) -> None:
     assert blocked(graph_of(program)) == kept
 
 

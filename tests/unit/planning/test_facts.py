@@ -150,9 +150,7 @@ def region_first(m: Weights, x: Tensor) -> Tensor:
         (view_last, []),
     ],
 )
-def test_no_cut_parts_a_reader_without_gradient_from_the_reader_that_completes_it(
-    forward: Forward, kept: list[str]
-) -> None:
+def test_no_cut_parts_a_late_reader_from_the_one_that_completes_it(forward: Forward, kept: list[str]) -> None:
     facts = traced(forward).facts
     blocked = {name: why for name, why in zip(facts.nodes, facts.blocked, strict=True) if why is not None}
     readers = {"view_first": "matmul_1", "value_first": "mul", "region_first": "tag_activation_checkpoint"}

@@ -180,9 +180,7 @@ STORIES = (
 
 
 @pytest.mark.parametrize(("option", "story", "strategy"), in_turn(STORIES, ("split", "inline")))
-def test_a_module_whose_parameters_changed_trains_as_eager_ddp_does(
-    option: str, story: str, strategy: Strategy
-) -> None:
+def test_a_module_with_changed_parameters_is_as_in_eager(option: str, story: str, strategy: Strategy) -> None:
     refused: list[str] = []
 
     def told(compiled: Callable[..., Any]) -> list[Tensor | None]:

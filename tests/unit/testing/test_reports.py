@@ -41,9 +41,7 @@ SOME = (
         pytest.param([[PASSED], [KNOWN]], "passed", "", id="an expected failure is no skip"),
     ],
 )
-def test_one_outcome_is_made_of_those_of_all_ranks(
-    reports_of: list[list[TestReport]], outcome: str, words: str
-) -> None:
+def test_ranks_have_one_outcome(reports_of: list[list[TestReport]], outcome: str, words: str) -> None:
     (call,) = (one for one in merge(deepcopy(reports_of)) if one.when == "call")
     assert (call.outcome, call.longreprtext) == (outcome, words)
 
@@ -72,8 +70,6 @@ def test_reports_travel_as_text_with_the_place_of_a_skip(pytestconfig: pytest.Co
         ([[f"t{n}" for n in range(8)], []], ["  rank 1 lacks 8 of rank 0's 8 tests: t0"]),
     ],
 )
-def test_what_ranks_collected_differently_is_named_by_rank(
-    names_of: list[list[str]], expected: list[str]
-) -> None:
+def test_what_ranks_collected_is_told_by_rank(names_of: list[list[str]], expected: list[str]) -> None:
     lines = ["the ranks collected different tests:", *expected, ADVICE]
     assert difference(names_of).splitlines() == (lines if expected else [])
