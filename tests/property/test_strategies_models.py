@@ -70,14 +70,6 @@ def test_a_printed_model_computes_the_same_in_a_namespace_of_its_own(drawn: Draw
         same(results(model, module.run_step(model)), step_of(drawn))
 
 
-@share(0.3)
-@given(models(without=known_features() - {"dynamic-batch", "matmul", "size", "scalar", "conv"}))
-def test_a_dynamic_batch_changes_from_step_to_step_and_runs(drawn: DrawnModel) -> None:
-    sizes = [len(torch.utils._pytree.tree_leaves(drawn.program.inputs(0, number))[0]) for number in (0, 1)]
-    assert (sizes[0] != sizes[1]) == ("dynamic-batch" in drawn.features)
-    step_of(drawn, 1)
-
-
 def test_each_feature_and_choice_is_drawn_and_told_and_no_draw_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     reported: Counter[str] = Counter()
     monkeypatch.setattr(strategies, "event", lambda name: reported.update([name]))

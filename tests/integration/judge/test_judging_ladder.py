@@ -9,9 +9,8 @@ from typing import Any, cast
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ddpopt.cases.case import Case
 from ddpopt.errors import UnsupportedError
 from ddpopt.judge.engine import Engine
 from ddpopt.judge.judge import judge
@@ -19,9 +18,8 @@ from ddpopt.judge.judging.ladder import RESUMMED, Ladder, Sheet
 from ddpopt.judge.judging.record import FINAL, LOSS, PARAMETER, SEEN, Record, left_behind
 from ddpopt.judge.judging.reference import Bench, Reference, Subject
 from ddpopt.judge.matrix import CASES
-from ddpopt.judge.modes import LOCAL, mode
+from ddpopt.judge.modes import mode
 from ddpopt.judge.options import option
-from ddpopt.judge.trainer import Trainer
 from ddpopt.judge.verdict import Status
 from ddpopt.planning.plan import Plan
 from ddpopt.ranks.group import Ranks
@@ -42,15 +40,9 @@ def clipped(alone: Ranks) -> Iterator[Reference]:
 
 
 def climb(
-    reference: Reference,
-    record: Record,
-    *,
-    exact: bool = True,
-    ordered: bool = True,
-    how: str = "whole",
+    reference: Reference, record: Record, *, exact: bool = True, ordered: bool = True, how: str = "whole"
 ) -> Sheet:
-    judged = LOCAL if how == LOCAL.name else mode(how)
-    return Ladder(reference, judged, exact=exact, ordered=ordered).climb(record)
+    return Ladder(reference, mode(how), exact=exact, ordered=ordered).climb(record)
 
 
 def changed(record: Record, step: int = 1, **changes: Any) -> Record:
@@ -188,32 +180,6 @@ def test_from_three_ranks_on_another_order_of_summation_is_judged_by_rounding_to
 
 
 # --------------------------------------------------------------------------------------- from end to end
-
-
-class Unordered(nn.Module):
-    """Layers whose order is neither that of their registration nor the reverse."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.second, self.third, self.first, self.last = (nn.Linear(4, 4) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.last(self.third(self.second(self.first(x))))
-        return output
-
-
-def test_the_gradient_that_is_wrong_first_in_backward_is_told_first(alone: Ranks) -> None:
-    def skew(trainer: Trainer) -> None:
-        third: Any = trainer.parallel.model.get_submodule("third")
-        third.register_full_backward_pre_hook(lambda _, gradients: (gradients[0] * 1.01,))
-
-    case = Case("unordered", Unordered, lambda rank, step: ((torch.ones(2, 4),), {}), "x")
-    with closing(Bench(Subject(case, option("default"), 1, alone.device), alone)) as bench:
-        reference = Reference.make(bench)
-        assert reference is not None
-        trial = judge(reference, mode("eager"), None, tamper=skew)
-    layers = dict.fromkeys(str(found.parameter).partition(".")[0] for found in trial.findings)
-    assert list(layers)[:3] == ["third", "second", "first"]
 
 
 def test_a_backend_that_returns_no_output_is_wrong_and_not_a_refusal(clipped: Reference) -> None:

@@ -310,15 +310,6 @@ def test_a_stopped_process_cannot_keep_a_run_from_ending_at_its_limit() -> None:
 # ------------------------------------------------------------------------------------ nothing is left behind
 
 
-def test_a_tasks_own_children_end_with_the_run(processes: Callable[[], list[int]]) -> None:
-    def task(ranks: Ranks) -> bool:
-        subprocess.Popen(["sleep", "1000"], start_new_session=True)
-        return soon(lambda: len(processes()) >= 3)  # this rank, its child and the guardian
-
-    assert launch(task, nproc=1, limit_s=AMPLE_S) == [True]
-    assert processes() == []
-
-
 LAUNCHER = """
 import os, signal, subprocess, time
 from ddpopt.ranks.pool import launch

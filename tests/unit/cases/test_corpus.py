@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ddpopt.cases import corpus
 from ddpopt.errors import UsageError
-from ddpopt.testing import Case, mean_square, resolve, step_seed
+from ddpopt.testing import Case, mean_square, resolve
 from tests.refusals import refusal
 
 # ------------------------------------------------------------------------------------------------ names
@@ -184,8 +184,3 @@ def test_what_a_module_adds_to_the_path_stays_and_the_current_folder_is_first_on
     monkeypatch.setattr(sys, "path", [*before])
     assert resolve("adds_to_the_path:make").name == "adds_to_the_path:make"
     assert sys.path == [*before, "lib"]
-
-
-def test_seeds_do_not_collide_between_ranks_and_steps() -> None:
-    seeds = [step_seed(rank, step) for rank in range(64) for step in range(64)]
-    assert len(set(seeds)) == len(seeds)

@@ -37,9 +37,9 @@ from ddpopt.planning.plan import Plan
 from ddpopt.planning.strategy import Strategy
 from ddpopt.split.partition import partition
 from ddpopt.testing import drawn
-from tests.multigpu.models import averaged
+from tests.multigpu.models import averaged, changing
 from tests.multigpu.turns import in_turn
-from tests.unit.rehearsing import Broken, Linears, marked
+from tests.unit.rehearsing import Broken, Linears
 from tests.unit.tracing import Recorder
 
 pytestmark = pytest.mark.usefixtures("one_rank_group", "fresh_dynamo")
@@ -377,8 +377,8 @@ def test_where_two_ddp_modules_reduce_one_gradient_the_outer_one_has_the_last_wo
     def trained(wrap: Callable[[Any], Any]) -> list[list[Tensor]]:
         inner = ddp_of()
         outer = DistributedDataParallel(nn.Sequential(inner, seeded(Net)), bucket_cap_mb=ONE_LAYER_MB)
-        inner.register_comm_hook(0.5, marked)
-        outer.register_comm_hook(0.25, marked)
+        inner.register_comm_hook(None, changing(lambda buffer: buffer * 0.5 + 1))
+        outer.register_comm_hook(None, changing(lambda buffer: buffer * 0.25 + 1))
         call = wrap(outer)
         return [step(call, outer, rows()) for _ in range(3)]
 
@@ -556,17 +556,10 @@ def test_how_a_graph_is_compiled_is_logged(
     assert (recorder.calls, said()) == (calls, [message])
 
 
-class WithUnused(Net):
-    """A fifth layer, which no forward reads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.unused = nn.Linear(WIDTH, WIDTH)
-
-
 def test_a_single_bucket_leaves_early_if_unused_parameters_wait(said: Callable[[], list[str]]) -> None:
-    ddp = ddp_of(WithUnused, bucket_cap_mb=4.5 * ONE_LAYER_MB, find_unused_parameters=True)
-    step(ddpopt.compile(ddp, backend="aot_eager", strategy="inline"), ddp.module.layers, rows())
+    model = functools.partial(Linears, WIDTH, 5, order=(0, 1, 2, 3))
+    ddp = ddp_of(model, bucket_cap_mb=4.5 * ONE_LAYER_MB, find_unused_parameters=True)
+    step(ddpopt.compile(ddp, backend="aot_eager", strategy="inline"), ddp, rows())
     assert said() == ["INFO: ddpopt: 1 buckets, one graph"]
 
 

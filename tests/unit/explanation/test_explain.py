@@ -7,13 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from torch import nn
 
 from ddpopt.cases import corpus
-from ddpopt.cases.case import Case
 from ddpopt.cases.corpus.parameters import MixedDtypes
 from ddpopt.errors import UsageError
-from ddpopt.explanation.explain import explain, explain_case
+from ddpopt.explanation.explain import explain
 from ddpopt.explanation.result import Tally
 from ddpopt.planning.bucket_rule import specs_from_module
 from ddpopt.planning.plan import Plan
@@ -186,10 +184,3 @@ the last digit of a bucket: sent while backward computes""",
         explanation.predicted(specs.values(), "absent")
     with pytest.raises(UsageError, match="Profile: measured for something else"):
         explanation.predicted([*specs.values()][1:], str(tmp_path / "Profile"))
-
-
-def test_a_case_that_draws_its_weights_leaves_the_callers_generator_alone() -> None:
-    drawn = Case("drawn", lambda: nn.Linear(2, 2), lambda rank, step: ((torch.randn(1, 2),), {}), "draws")
-    before = torch.random.get_rng_state()
-    explain_case(drawn, {})
-    assert torch.equal(torch.random.get_rng_state(), before)

@@ -2,20 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import pytest
-
 from ddpopt.errors import NotJudgedError
-from ddpopt.fuzz import asking
-from ddpopt.fuzz.asking import write_script
 from ddpopt.fuzz.cases import FoundCase
 from ddpopt.fuzz.minimize import Minimized, minimized, smaller, weight
 from ddpopt.fuzz.questions import Answer, Outcome, Setting
-from ddpopt.fuzz.scripting import script_of
 from ddpopt.fuzz.signatures import FailureSignature
-from ddpopt.fuzz.text import minimized_lines
 from ddpopt.testing.drawn import DrawnModel, step
 from tests.refusals import refusal
 
@@ -111,25 +104,3 @@ def test_each_candidate_is_smaller_so_that_a_search_comes_to_an_end() -> None:
     assert all(weight(each) < weight(CASE.model) for each in candidates)
     assert len(set(map(repr, candidates))) == len(candidates) > 50
     assert list(smaller(DrawnModel(width=4, cap_bytes=2**20))) == []
-
-
-@pytest.mark.parametrize(
-    ("needed", "told"),
-    [(1, "interpreter"), (2, "with 2 steps"), (3, "with 3 steps"), (4, "DOES NOT REPRODUCE")],
-)
-def test_a_script_runs_the_fewest_steps_that_show_the_failure_and_says_how_many(
-    needed: int, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    case = FoundCase(DrawnModel((step("linear"),)), "whole", Setting(steps=1), FAILURE, Outcome.BACKEND)
-
-    def shows(file: Path, *_: Any, **__: Any) -> bool:
-        return any(f"range({steps})" in file.read_text() for steps in range(needed, 4))
-
-    monkeypatch.setattr(asking, "answer_of", lambda *_: Answer("whole", Outcome.BACKEND, FAILURE))
-    monkeypatch.setattr(asking, "shows_in_fresh_interpreter", shows)
-    script = tmp_path / "x.py"
-    ran, reproduces = write_script(case, script, 60.0)
-    assert (reproduces, ran.setting.steps) == (needed <= 3, needed if needed <= 3 else 1)
-    assert script.read_text() == script_of(ran, "x.py")
-    *_, last = minimized_lines(Minimized(case, case, 1, ended=True), "x.py", ran, reproduces)
-    assert told in last

@@ -113,21 +113,6 @@ def test_a_plan_imposed_inside_the_block_is_seen_from_then_on_and_no_sync_launch
     assert [iteration.unmatched for iteration in seen.iterations] == [(), ()]
 
 
-@pytest.mark.parametrize("give", [False, True])
-def test_sparse_gradients_are_seen_before_the_first_backward_and_after(give: bool) -> None:
-    ddp: Any = DistributedDataParallel(nn.Sequential(nn.Embedding(5, 6, sparse=True), nn.Linear(6, 6)))
-    plan = arbitrary_plan(ddp, 3)
-    if give:
-        impose(ddp, plan)
-    with observe(ddp) as seen:
-        for _ in range(3):
-            torch.autograd.backward(ddp(torch.tensor([1, 2])).sum())
-    assert [bool(iteration.buckets) for iteration in seen.iterations] == [True] * 3
-    assert [iteration.unmatched for iteration in seen.iterations] == [()] * 3
-    if give:
-        assert_every_step_has_the_buckets(seen, plan, 3)
-
-
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_backward_inside_a_backward_is_part_of_it(reentrant: bool) -> None:
     class Checkpointed(Pair):

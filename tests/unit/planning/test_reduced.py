@@ -17,10 +17,10 @@ from ddpopt.errors import UnsupportedError
 from ddpopt.planning.bucket_rule import specs_from_ddp
 from ddpopt.planning.reduced import as_built, held_parameters
 from ddpopt.planning.strategy import Strategy
-from tests.multigpu.models import same
+from tests.multigpu.models import changing, same
 from tests.multigpu.turns import in_turn
 from tests.refusals import refusal
-from tests.unit.rehearsing import Linears, marked
+from tests.unit.rehearsing import Linears
 
 pytestmark = pytest.mark.usefixtures("one_rank_group", "fresh_dynamo")
 WIDTH = 16
@@ -34,16 +34,6 @@ class Net(Linears):
         for layer in self.layers[:count]:
             x = torch.tanh(layer(x))
         return x
-
-
-class Sparse(nn.Module):
-    """An embedding with sparse gradients before a layer, and integers, which are never trained."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(8, WIDTH, sparse=True)
-        self.layer = nn.Linear(WIDTH, WIDTH)
-        self.count = nn.Parameter(torch.ones(3, dtype=torch.int64), requires_grad=False)
 
 
 def freeze(module: nn.Module, frozen: bool = True) -> None:
@@ -90,22 +80,6 @@ def test_a_parameter_that_was_replaced_is_no_longer_planned_for(imposed: bool) -
         "the module has lost 1 of the 8 parameters that DDP was built with: they were replaced by others, "
         "which DDP does not reduce. Build DDP after the last parameter is replaced"
     )
-
-
-def test_before_the_first_backward_of_a_sparse_gradient_the_log_is_used() -> None:
-    net = Sparse()
-    ddp = DistributedDataParallel(net)
-    before = names(ddp)
-    freeze(net)
-    assert names(ddp) == before == ["table.weight", "layer.weight", "layer.bias"]
-    with as_built(ddp):
-        assert {id(p) for p in net.parameters() if p.requires_grad} == set(map(id, held_parameters(ddp)))
-    part = Sparse()
-    part.layer.bias.requires_grad_(False)
-    ddp = DistributedDataParallel(part)
-    freeze(part.layer)
-    said = refusal(lambda: specs_from_ddp(ddp), UnsupportedError)
-    assert said.startswith("DDP was built with 2 parameters, some of which have since")
 
 
 # ------------------------------------------------------------------------------ trained as eager DDP does
@@ -185,7 +159,7 @@ def test_a_module_with_changed_parameters_is_as_in_eager(option: str, story: str
 
     def told(compiled: Callable[..., Any]) -> list[Tensor | None]:
         ddp = ddp_of(**{option: True})
-        ddp.register_comm_hook(7, marked)
+        ddp.register_comm_hook(None, changing(lambda buffer: buffer * 7 + 1))
         try:
             return lived(story, ddp, compiled)
         except RuntimeError as error:

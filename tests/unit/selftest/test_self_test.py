@@ -57,7 +57,6 @@ NOT_OURS = (
 @pytest.mark.parametrize(
     ("fault", "outcome", "marked", "found_by", "complaint"),
     [
-        (ZEROED, seen("L0", "L0"), EVERYWHERE, "L0", ""),
         # a fault that did not run on every rank it is for is not injected, whatever was said
         (ZEROED, seen("L0"), (True, False), "", "not injected: L0"),
         (DEADLY, seen("L3"), (True, False), "", "not injected: L3"),
@@ -67,11 +66,9 @@ NOT_OURS = (
         (DEADLY, WAITED, ON_THE_SECOND, "ranks", ""),
         (ZEROED, WAITED, EVERYWHERE, "", "not found: "),
         # errors of ddpopt's count by their type, under Dynamo's wrapper too, where they are expected
-        (CUT, failed(REFUSED), EVERYWHERE, "certificate", ""),
         (CUT, failed(UNDER_DYNAMO), EVERYWHERE, "certificate", ""),
         (ZEROED, failed(REFUSED), EVERYWHERE, "", "not found: "),
         (CUT, failed(PlanMismatchError("CertificateError")), EVERYWHERE, "", "not found: "),
-        (CUT, failed(RuntimeError("CertificateError")), EVERYWHERE, "", "not found: "),
         (ZEROED, NOT_OURS, EVERYWHERE, "", "not found: refused: no such thing"),
         # what a level says counts where it is for that level to say, and a level that had to find it is named
         (ZEROED, seen("L3", "run"), EVERYWHERE, "", "not found: "),

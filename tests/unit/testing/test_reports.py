@@ -6,7 +6,7 @@ from typing import Literal
 import pytest
 from _pytest.reports import TestReport
 
-from ddpopt.testing.reports import ADVICE, difference, from_text, merge, to_text
+from ddpopt.testing.reports import ADVICE, difference, merge
 
 Outcome = Literal["passed", "failed", "skipped"]
 
@@ -44,18 +44,6 @@ SOME = (
 def test_ranks_have_one_outcome(reports_of: list[list[TestReport]], outcome: str, words: str) -> None:
     (call,) = (one for one in merge(deepcopy(reports_of)) if one.when == "call")
     assert (call.outcome, call.longreprtext) == (outcome, words)
-
-
-def test_reports_travel_as_text_with_the_place_of_a_skip(pytestconfig: pytest.Config) -> None:
-    skipped = report("skipped", "setup")
-    skipped.longrepr = ("test_a.py", 3, "Skipped: not today")
-    sent = [report("passed", "setup"), report("failed", why="boom"), skipped]
-    got = from_text(pytestconfig, to_text(pytestconfig, sent))
-    assert [(one.when, one.outcome, one.longreprtext) for one in got[:2]] == [
-        ("setup", "passed", ""),
-        ("call", "failed", "boom"),
-    ]
-    assert got[2].longrepr == skipped.longrepr
 
 
 @pytest.mark.parametrize(
