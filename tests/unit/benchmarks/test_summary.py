@@ -1,13 +1,11 @@
-"""Tests of `benchmarks.summary`: what was asked and whether it held, and the page that is made from it."""
+"""Tests of `benchmarks.summary`: the page that is made from it."""
 
 import re
 
 from benchmarks.summary import MEASUREMENTS, PAGE, RESULTS, stored
 
 
-def test_the_documentation_names_each_measurement_and_each_fraction_in_its_tables_is_a_stored_figure() -> (
-    None
-):
+def test_the_page_names_each_measurement_and_each_fraction_in_its_tables_is_a_stored_figure() -> None:
     sections = [section for name in stored(RESULTS) for section in stored(RESULTS)[name]]
     cells = [cell for section in sections for claim in section.claims for cell in claim.cells]
     cells += [cell for section in sections for grid in section.grids for row in grid.rows for cell in row]
