@@ -23,7 +23,5 @@ def each_case() -> list[Any]:
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("case", "strategy"), each_case(), ids=lambda value: getattr(value, "name", value))
-def test_a_case_has_the_gradients_of_eager_ddp_and_the_buckets_of_the_plan(
-    case: Case, strategy: Strategy, ranks: Ranks
-) -> None:
+def test_a_case_has_eager_gradients_and_planned_buckets(case: Case, strategy: Strategy, ranks: Ranks) -> None:
     assert_trains_as_eager(case, strategy, ranks)

@@ -66,9 +66,7 @@ def asked_of_ddpopt(report: Report, strategy: Strategy) -> Report:
 @pytest.mark.skipif(not MEASURED, reason="what reports say of torch was measured with torch 2.13")
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(("case", "report"), reported_cases(), ids=named)
-def test_torchs_optimizer_does_today_what_a_report_says_of_it(
-    case: Case, report: Report, ranks: Ranks
-) -> None:
+def test_torchs_optimizer_does_what_a_report_says_of_it(case: Case, report: Report, ranks: Ranks) -> None:
     eager = run(case, report, ranks, None)
     torchs = run(case, report, ranks, by_torch(report))
     told = ranks.gather(sentence(torchs, eager, report))
@@ -80,9 +78,7 @@ def test_torchs_optimizer_does_today_what_a_report_says_of_it(
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(("case", "report", "strategy"), each_report(), ids=named)
-def test_ddpopt_does_what_a_report_asks_for(
-    case: Case, report: Report, strategy: Strategy, ranks: Ranks
-) -> None:
+def test_ddpopt_does_what_a_report_asks(case: Case, report: Report, strategy: Strategy, ranks: Ranks) -> None:
     asked = asked_of_ddpopt(report, strategy)
     eager = run(case, asked, ranks, None)
     own = run(case, asked, ranks, by_ddpopt(asked, strategy))

@@ -62,9 +62,7 @@ def words(members: Sequence[int], group: Any) -> str:
 
 
 @pytest.mark.parametrize("backend", ["ddpopt-split-aot_eager", "ddpopt-inline-aot_eager"])
-def test_modules_on_different_groups_train_as_in_eager_in_one_compiled_function(
-    backend: str, ranks: Ranks
-) -> None:
+def test_modules_on_different_groups_train_in_one_compiled_function(backend: str, ranks: Ranks) -> None:
     pair, near = groups(*PAIRS), groups(*NEIGHBOURS)
     with torch._dynamo.config.patch(optimize_ddp=False):
         first, second = ddps = towers(ranks, pair, near)

@@ -132,9 +132,7 @@ def test_a_rank_that_never_calls_impose_is_named_within_the_time_out(ranks: Rank
 
 
 @pytest.mark.world_size(2)
-def test_where_ranks_decide_differently_all_use_the_plan_of_the_lowest(
-    ranks: Ranks, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_ranks_that_differ_use_the_plan_of_the_lowest(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "ddpopt")
     expected = train(build(Setting(), ranks), Setting(), ranks, [])
     ddp = build(Setting(), ranks)

@@ -204,9 +204,7 @@ def test_a_graph_that_one_rank_alone_compiles_later_asks_the_others_for_nothing(
     assert imposed_plan(ddp) is None
 
 
-def test_a_rank_that_is_compiled_alone_waits_for_the_others_and_then_trains_on_with_ddps_buckets(
-    ranks: Ranks,
-) -> None:
+def test_a_rank_compiled_alone_waits_and_then_trains_on_with_ddps_buckets(ranks: Ranks) -> None:
     modules = [wrapped(Setting(), ranks) for _ in range(2)]
     alone: Any = inlined(modules[1]) if ranks.rank == 0 else modules[1]
     with patch.object(deferral, "LONGEST_WAIT", timedelta(seconds=1)):

@@ -9,19 +9,14 @@ be read is never mutated any more.
 
 from __future__ import annotations
 
-import contextlib
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import fx
-from torch._functorch.autograd_function import autograd_function_apply
-from torch._higher_order_ops.cond import cond_op
-from torch._higher_order_ops.wrap import tag_activation_checkpoint
-from torch.torch_version import TorchVersion
 
 from tests.graph_builder import GraphBuilder
 
@@ -59,14 +54,6 @@ class Sketch:
     def vector(self, role: str = "bias") -> fx.Node:
         """A new (width,) parameter."""
         return self.builder.parameter(self.layer(), role, self.builder.width)
-
-
-@contextlib.contextmanager
-def without_grad(builder: GraphBuilder) -> Iterator[None]:
-    """Let what is added meanwhile run without gradients."""
-    builder.set_grad_enabled(False)
-    yield
-    builder.set_grad_enabled(True)
 
 
 _ACTIVATIONS: tuple[Callable[..., Any], ...] = (F.relu, F.gelu, torch.tanh)
@@ -167,8 +154,9 @@ def _constant(sketch: Sketch) -> fx.Node:
 
 
 def _no_grad_span(sketch: Sketch) -> fx.Node | None:
-    with without_grad(sketch.builder):
-        inside = sketch.draw(st.sampled_from(_PURE_STEPS))(sketch) if sketch.draw(st.booleans()) else None
+    sketch.builder.set_grad_enabled(False)
+    inside = sketch.draw(st.sampled_from(_PURE_STEPS))(sketch) if sketch.draw(st.booleans()) else None
+    sketch.builder.set_grad_enabled(True)
     return None if sketch.draw(st.booleans()) else inside
 
 
@@ -179,20 +167,6 @@ def _autocast_span(sketch: Sketch) -> fx.Node:
     return sketch.builder.method("float", inside)
 
 
-def _batch_norm(sketch: Sketch) -> fx.Node:
-    layer = sketch.layer()
-    mean, var = (sketch.builder.buffer(layer, role, 1) for role in ("running_mean", "running_var"))
-    scale, shift = (sketch.builder.parameter(layer, role, 1) for role in ("weight", "bias"))
-    rows, width = sketch.builder.rows, sketch.builder.width
-    images = sketch.builder.method("view", sketch.value(), rows, 1, 1, width)
-    normed = sketch.builder.call_like(
-        lambda images, _mean, _var, scale, shift, *_: images * scale + shift,
-        F.batch_norm,
-        *(images, mean, var, scale, shift, True, 0.1, 0.1),
-    )
-    return sketch.builder.method("reshape", normed, (rows, width))
-
-
 def _low_precision(sketch: Sketch) -> fx.Node:
     width = sketch.builder.width
     weight = sketch.builder.parameter(sketch.layer(), "weight", width, width, dtype=torch.bfloat16)
@@ -200,101 +174,14 @@ def _low_precision(sketch: Sketch) -> fx.Node:
     return sketch.builder.method("float", sketch.builder.call(torch._C._nn.linear, low, weight))
 
 
-def _mutated_twice(sketch: Sketch) -> fx.Node:
-    total = sketch.builder.call(operator.add, sketch.value(), 1.0)
-    before = sketch.builder.call(operator.mul, total, 0.5)
-    sketch.builder.method("add_", total, _linear(sketch))
-    between = sketch.builder.call(operator.add, total, before)
-    sketch.builder.method("mul_", total, 0.5)
-    return sketch.builder.call(operator.add, between, total)
-
-
-def _counted_buffer(sketch: Sketch) -> fx.Node:
-    count = sketch.builder.buffer(sketch.layer(), "count")
-    sketch.builder.method("add_", count, 1.0)
-    between = sketch.builder.call(operator.add, sketch.value(), count)
-    sketch.builder.method("mul_", count, 0.5)
-    return between
-
-
-# Steps with graphs of their own: a body is added to the module, and the step is a call with it.
-
-
-def _layer_of(builder: GraphBuilder, *given: fx.Node) -> tuple[fx.Node]:
-    return (builder.call(torch.tanh, builder.call(torch._C._nn.linear, *given)),)
-
-
-def _product_of(builder: GraphBuilder, value: fx.Node, weight: fx.Node) -> tuple[fx.Node]:
-    return (builder.call(operator.matmul, value, weight),)
-
-
-def checkpoint(sketch: Sketch) -> fx.Node:
-    """A layer whose values the backward computes again."""
-    builder, given = sketch.builder, (sketch.value(), sketch.weight(), sketch.vector())
-    body = builder.subgraph("wrap_body", dict(zip("xwb", given, strict=True)), _layer_of)
-    results = builder.call_like(
-        lambda _, value, weight, bias: (value @ weight + bias,),
-        tag_activation_checkpoint,
-        *(body, *given),
-        use_reentrant=False,
-    )
-    return builder.call(operator.getitem, results, 0)
-
-
-def cond(sketch: Sketch) -> fx.Node:
-    """One of two branches, by the sign of a value's sum."""
-    builder, given = sketch.builder, (sketch.value(), sketch.weight())
-    named = dict(zip("xw", given, strict=True))
-    bodies = [builder.subgraph(f"cond_{name}", named, body) for name, body in _BRANCHES.items()]
-    positive = builder.call(operator.gt, builder.method("sum", given[0]), 0)
-    results = builder.call_like(
-        lambda _, _true, _false, operands: (operands[0] @ operands[1],), cond_op, positive, *bodies, given
-    )
-    return builder.call(operator.getitem, results, 0)
-
-
-_BRANCHES: Mapping[str, Callable[..., tuple[fx.Node]]] = {"true": _layer_of, "false": _product_of}
-
-
-def custom_function(sketch: Sketch) -> fx.Node:
-    """A matrix product whose gradients a body of its own computes, as torch 2.13's Dynamo writes it."""
-    builder, (value, weight) = sketch.builder, (sketch.value(), sketch.weight())
-
-    def forward(inner: GraphBuilder, *given: fx.Node) -> tuple[tuple[fx.Node, ...], ...]:
-        with without_grad(inner):
-            product = _product_of(inner, *given)
-        return product, given
-
-    def backward(inner: GraphBuilder, gradient: fx.Node, *saved: fx.Node) -> tuple[fx.Node, ...]:
-        with without_grad(inner):
-            turned, weight = (inner.method("t", each) for each in saved)
-            factors = ((gradient, weight), (turned, gradient))
-            return tuple(inner.call(operator.matmul, *pair) for pair in factors)
-
-    bodies = (
-        builder.subgraph("fwd_body", {"x": value, "w": weight}, forward),
-        builder.subgraph("bwd_body", {"gradient": value, "x": value, "w": weight}, backward),
-    )
-    results = builder.call_like(
-        lambda _forward, _backward, value, weight: (value @ weight,),
-        autograd_function_apply,
-        *(*bodies, value, weight),
-        non_differentiable_idx=[],
-        saved_for_backward_idx=[0, 1],
-    )
-    return builder.call(operator.getitem, results, 0)
-
-
 Step = Callable[[Sketch], fx.Node | None]
 _PURE_STEPS: tuple[Step, ...] = (
     _linear, _parameters_in_a_list, _add, _activation, _dropout, _views, _detached_parameter, _constant,
-    checkpoint, cond, _low_precision,
+    _low_precision,
 )  # fmt: skip
 STEPS: tuple[Step, ...] = (
     *_PURE_STEPS, _chunks, _later_item, _mutated_sum, _mutated_view, _reshaped_view, _mutated_input,
-    _mutated_buffer, _no_grad_span, _autocast_span, _batch_norm, _mutated_twice, _counted_buffer,
-    # before 2.13 Dynamo wrote such a call in another way
-    *([custom_function] if TorchVersion(torch.__version__) >= "2.13" else []),
+    _mutated_buffer, _no_grad_span, _autocast_span,
 )  # fmt: skip
 
 

@@ -22,8 +22,6 @@ MARKS = [
     pytest.mark.usefixtures("alone"),
     pytest.mark.filterwarnings("ignore:You passed find_unused_parameters=true:UserWarning"),
     pytest.mark.filterwarnings("ignore:Grad strides do not match bucket view strides:UserWarning"),
-    # torch.cond runs through Dynamo in eager, which looks at the gradient of what it is given
-    pytest.mark.filterwarnings("ignore:.*is not a leaf Tensor is being accessed:UserWarning"),
 ]
 """Of tests that train under DDP: what torch warns of is not what they are about."""
 Wrap = Callable[[DistributedDataParallel], Any]

@@ -22,9 +22,7 @@ from tests.unit.effects import Effects
 
 @share(1)
 @given(graphs(), small_configs())
-def test_a_graph_whose_parameters_are_lent_is_the_same_program(
-    graph: SmallGraph, config: BucketConfig
-) -> None:
+def test_a_graph_that_lends_parameters_is_the_same_program(graph: SmallGraph, config: BucketConfig) -> None:
     facts = facts_of(graph)
     sources = facts.sources
     assume(why_not_inline(graph.gm, sources) is None)

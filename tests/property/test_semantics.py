@@ -37,9 +37,7 @@ def with_pinned_models(test: Test) -> Test:
 @share(0.04)
 @given(models(without={"cond"}, max_steps=5))
 @with_pinned_models
-def test_a_compiled_step_has_the_effects_of_an_eager_one_and_follows_the_predicted_plan(
-    alone: Ranks, drawn: DrawnModel
-) -> None:
+def test_a_compiled_step_is_an_eager_one_and_has_the_predicted_plan(alone: Ranks, drawn: DrawnModel) -> None:
     plans: dict[str, Plan | None] = {}
     run = Bench.run
 

@@ -33,19 +33,19 @@ class Defect:
 
     Attributes:
         name: unique.
-        mode: in which it shows.
         inject: puts it in.
         shown_by: the smallest model that shows it.
         trace: what the source of a model has that may show it: a regular expression.
+        mode: in which it shows.
         harmful_from: the first release of torch in which it does harm.
         harmless_from: the first release after that in which it does no harm.
     """
 
     name: str
-    mode: str
     inject: Inject
     shown_by: DrawnModel
     trace: str
+    mode: str = "ddpopt-split"
     harmful_from: str = "2.11"
     harmless_from: str = "3"
 
@@ -190,11 +190,11 @@ def _written(block: str, by: str) -> DrawnModel:
 
 def _forgets(what: str, forgotten: Callable[[fx.Node], bool], shown_by: DrawnModel, trace: str) -> Defect:
     name = f"it goes unnoticed what {what} write"
-    return Defect(name, "ddpopt-split", forgetting(forgotten), shown_by, trace)
+    return Defect(name, forgetting(forgotten), shown_by, trace)
 
 
 def _takes(what: str, shown_by: DrawnModel, trace: str) -> Defect:
-    return Defect(f"a gradient is taken that {what}", "ddpopt-inline", taking, shown_by, trace)
+    return Defect(f"a gradient is taken that {what}", taking, shown_by, trace, "ddpopt-inline")
 
 
 _LINEAR = step("linear")
@@ -261,28 +261,24 @@ DEFECTS: tuple[Defect, ...] = (
     ),
     Defect(
         "statistics are updated in one segment and read in another",
-        "ddpopt-split",
         WRITTEN_APART,
         DrawnModel(steps=(_LINEAR, step("statistics", read="saved")), width=4, cap_bytes=1),
         r"s\d+ = torch\.tanh",
     ),
     Defect(
         "a tensor that a checkpointed region saves is written to in another segment",
-        "ddpopt-split",
         WRITTEN_APART,
         _written("kept_and_written", "checkpoints"),
         r"clamp_\(max=1\.0\)",
     ),
     Defect(
         "a view with a gradient of its own crosses a cut",
-        "ddpopt-split",
         _without(cut_points._aliased_with_own_gradient, memory.gradients_of_their_own_stay),
         _around_layers("turned", by="function"),
         r"Turned\.apply|register_hook\(torch\.neg\)",
     ),
     Defect(
         "a view that overlaps itself crosses a cut",
-        "ddpopt-split",
         _answering_no(overlaps_itself),
         _around_layers("read_late", of="windows"),
         r"unfold\(1, 2, 1\)",
@@ -290,21 +286,18 @@ DEFECTS: tuple[Defect, ...] = (
     ),
     Defect(
         "a value that gets no gradient crosses a cut",
-        "ddpopt-split",
         _without(cut_points._without_backward, memory.values_that_cross_get_their_gradient),
         _around_layers("read_late", of="roots"),
         r"\* 0\)\.sqrt\(\)",
     ),
     Defect(
         "a detached value with its own gradient is taken again in another segment",
-        "ddpopt-split",
         _answering_no(effects.is_detached_view),
         _around_layers("built", by="detached"),
         r"\* 0\.5\)\.detach\(\)",
     ),
     Defect(
         "what a write keeps for its backward is written to in another segment",
-        "ddpopt-split",
         forgetting_writes,
         _around_layers("built", by="product"),
         r"b\d+ \*= late",
@@ -312,9 +305,9 @@ DEFECTS: tuple[Defect, ...] = (
     ),
     Defect(
         "a hook is not waited for",
-        "ddpopt-inline",
         unhooked,
         DrawnModel(steps=(step("hooked"), _LINEAR)),
         r"hook_(changed|node|accumulated)\(self",
+        "ddpopt-inline",
     ),
 )

@@ -192,12 +192,7 @@ def on_inputs(act: Callable[[Tensor, Tensor], Any]) -> Tamper:
     def tamper(trainer: Trainer, site: Site) -> None:
         latest: list[Tensor] = []
         given(trainer, lambda *inputs: latest.__setitem__(slice(None), inputs))
-
-        def acting() -> None:
-            act(*latest)
-            site.mark()
-
-        after_backward(trainer, acting)
+        on_model(lambda _: act(*latest))(trainer, site)
 
     return tamper
 

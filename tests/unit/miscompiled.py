@@ -47,22 +47,6 @@ class Short(nn.Module):
         return torch.tanh(self.layer(x))
 
 
-class Aliased(Short):
-    """Writes to what an operator hands back, which is its argument though it does not say so."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        scale = x.detach().abs()
-        torch.ops.ddpopt_tests.same(scale).add_(1)
-        result: Tensor = self.layer(x) * scale
-        return result
-
-
-LIBRARY: Any = torch.library.Library("ddpopt_tests", "FRAGMENT")  # type: ignore[no-untyped-call]  # of torch
-LIBRARY.define("same(Tensor x) -> Tensor")
-LIBRARY.impl("same", lambda x: x, "CPU")
-LIBRARY.impl("same", torch.empty_like, "Meta")
-
-
 def stages() -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
     return Stages(), torch.randn(4, WIDTH)
@@ -71,11 +55,6 @@ def stages() -> tuple[nn.Module, Tensor]:
 def short() -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
     return Short(), torch.randn(4, WIDTH)
-
-
-def aliased() -> tuple[nn.Module, Tensor]:
-    torch.manual_seed(0)
-    return Aliased(), torch.randn(4, WIDTH)
 
 
 def _calls(gm: fx.GraphModule, name: str) -> list[fx.Node]:
@@ -121,13 +100,6 @@ def losing_bias(copy: fx.GraphModule) -> None:
         with copy.graph.inserting_before(linear):
             bias = copy.graph.call_method("detach", (linear.args[2],))
         linear.args = (*linear.args[:2], bias)
-
-
-@editing
-def crossing_two(copy: fx.GraphModule) -> None:
-    """Makes a relu larger where a tanh stands in the same graph."""
-    for node in _calls(copy, "relu") if _calls(copy, "tanh") else []:
-        _scale(copy, node, 1.01)
 
 
 @editing

@@ -75,40 +75,12 @@ def inputs_that_no_grad_returns(m: Model, x: Tensor) -> Tensor:
     return out
 
 
-def written_without_grad(m: Model, x: Tensor) -> Tensor:
-    y = m.layers[0](x) * 1
-    with torch.no_grad():
-        doubled = y.mul_(2)
-        more = doubled.add_(1)
-    z = m.layers[1](more)
-    out: Tensor = m.layers[2](z)
-    return out
-
-
 def outputs_without_grad(m: Model, x: Tensor) -> Any:
     y = m.layers[0](x).tanh()
     with torch.no_grad():
         turned, parts = y.t(), y.chunk(2, -1)
     z = m.layers[1](y)
     return m.layers[2](z), turned, parts, turned[0]
-
-
-def mutated_views_without_grad(m: Model, x: Tensor) -> Tensor:
-    y = m.layers[0](x) * 1
-    row = y[0]
-    with torch.no_grad():
-        flat = y.view(-1)
-        z = m.layers[1](x)
-        y.mul_(2)
-        peek = row.sum() * flat.sum()
-    out: Tensor = m.layers[2](z) + row * peek + y
-    return out
-
-
-def outputs_of_all_kinds(m: Model, x: Tensor) -> Any:
-    y = m.layers[0](x)
-    z = m.layers[1](y)
-    return {"first": y, "rest": (y, z, 3, None), "input": x, "parameter": m.layers[2].weight}
 
 
 def branches(m: Model, x: Tensor) -> Tensor:
@@ -135,15 +107,6 @@ def reshaped_in_place(m: Model, x: Tensor) -> Tensor:
     view.t_()
     out: Tensor = m.layers[2](m.layers[1](view).tanh())
     return out
-
-
-def recomputed_for_a_transform(m: Model, x: Tensor) -> Tensor:
-    value = m.layers[0](x)
-    with torch.no_grad():
-        view = value.view(-1)
-    grown: Tensor = torch.func.grad(lambda rows: rows.sin().sum())(view)
-    out: Tensor = m.layers[2](m.layers[1](value))
-    return out + grown.view(x.shape)
 
 
 def early_readers_without_gradient(m: Model, x: Tensor) -> Tensor:
@@ -216,10 +179,9 @@ class Snippet:
 
 
 OWN = (
-    named_tuple, nested_autocast, grad_mode_spans, views_without_grad, mutated_views_without_grad,
-    inputs_that_no_grad_returns, written_without_grad, outputs_without_grad, outputs_of_all_kinds, branches,
-    data_dependent_size, reshaped_in_place, early_readers_without_gradient,
-    recomputed_for_a_transform, gradient_turned_round,
+    named_tuple, nested_autocast, grad_mode_spans, views_without_grad, inputs_that_no_grad_returns,
+    outputs_without_grad, branches, data_dependent_size, reshaped_in_place, early_readers_without_gradient,
+    gradient_turned_round,
 )  # fmt: skip
 
 

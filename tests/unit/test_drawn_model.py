@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from expecttest import assert_expected_inline
 
 from ddpopt.errors import UsageError
 from ddpopt.judge.options import OPTIONS
@@ -22,45 +21,6 @@ SHARED = DrawnModel(
     takes="dict",
     batches=(2, 3),
 )
-
-
-def test_a_model_prints_as_its_class() -> None:
-    assert_expected_inline(
-        SHARED.source.partition("\n\n\ndef make_model(")[0],  # tests/property runs all of it
-        """\
-\"\"\"A model with aliasing-input, checkpoint, dict-input, dynamic-batch, embedding, matmul,
-    several-outputs, sparse-embedding, tied-parameter.
-
-DrawnModel(steps=(step('checkpointed', body=(step('linear'), step('linear', layer='tied'))),
-    step('embedding', gradient='sparse')), outputs=(step('input_itself'),), takes='dict',
-    batches=(2, 3))
-\"\"\"
-
-import torch
-from torch import nn
-from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
-
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear2 = nn.Linear(8, 8)
-        self.linear3 = nn.Linear(8, 8)
-        self.linear3.weight = self.linear2.weight
-        self.embedding4 = nn.Embedding(5, 8, sparse=True)
-
-    def forward(self, inputs):
-        x = inputs["x"]
-        ids = inputs["ids"]
-        def run1(x):
-            h2 = self.linear2(x)
-            h3 = self.linear3(h2)
-            return h3
-        h1 = checkpoint(run1, x, use_reentrant=False)
-        h4 = h1 + self.embedding4(ids)
-        return h4, x""",
-    )
 
 
 def test_a_case_lists_its_features_and_the_arguments_for_ddp() -> None:

@@ -22,9 +22,8 @@ from ddpopt.planning.facts import gradient_carriers
 from ddpopt.proof.certificate import certify
 from ddpopt.ranks.group import Ranks
 from ddpopt.split.partition import partition
-from ddpopt.testing.drawn import BLOCKS, DrawnModel, step
+from ddpopt.testing.drawn import BLOCKS, DrawnModel, Step, step
 from tests.found import examined
-from tests.unit.snippets import Reversed
 from tests.unit.tracing import cut_before, trace
 
 WIDTH = 8
@@ -45,8 +44,10 @@ APART = [
     *(step("turned", by=by, body=(LAYER, LAYER)) for by in BLOCKS["turned"].options["by"]),
 ]
 """Steps that put what may not be parted on both sides of a layer."""
+READ_LATE = [step("read_late", of=of, body=(LAYER, LAYER)) for of in BLOCKS["read_late"].options["of"]]
 WRITES = [
     *APART,
+    *READ_LATE,
     *(
         step(name, by=by, of=("buffer", "input")[place % 2], read=("view", "returned")[place // 2 % 2])
         for name in WRITING
@@ -90,17 +91,6 @@ class Between(nn.Module):
         return (self.layers[3](self.body(self, self.layer(0, x), given)),)
 
 
-def residual(model: Between, h: Tensor, _: Tensor) -> Tensor:
-    h = (h * 1).view(2, -1, WIDTH)
-    h += model.layer(1, h + 1)
-    h += model.layer(2, h + 1)
-    return torch.tanh(h).view(WIDTH, WIDTH)
-
-
-def residual_in_a_checkpoint(model: Between, h: Tensor, given: Tensor) -> Tensor:
-    return cast(Tensor, checkpoint(residual, model, h, given, use_reentrant=False))
-
-
 def detached_in_place(model: Between, h: Tensor, _: Tensor) -> Tensor:
     h = model.layer(1, h)
     twice = h * 2
@@ -123,24 +113,6 @@ def columns(model: Between, h: Tensor, given: Tensor) -> Tensor:
     h = model.layer(2, h + right.as_strided((WIDTH, 1), (WIDTH, 1), 3))
     right.mul_(0.5)
     return h + right
-
-
-def detached_and_written(model: Between, h: Tensor, _: Tensor) -> Tensor:
-    own, part = model.own.detach(), (h * 1).data.view(2, -1, WIDTH)[0]
-    own += h
-    part.copy_(h[: WIDTH // 2])
-    h = model.layer(2, model.layer(1, h))
-    return h + own + part.repeat(2, 1)
-
-
-def windows(model: Between, h: Tensor, _: Tensor) -> Tensor:
-    parts = (h * 2).unfold(1, 4, 2)
-    return model.layer(2, model.layer(1, h)) + parts.sum(1).repeat(1, 2)
-
-
-def statistics_without_gradient(model: Between, h: Tensor, _: Tensor) -> Tensor:
-    roots = (h * 0).sqrt()  # 0 times their gradient is nan
-    return model.layer(2, model.layer(1, h)) + roots.detach()
 
 
 def view_by_tensor(model: Between, h: Tensor, _: Tensor) -> Tensor:
@@ -231,43 +203,6 @@ def made_before_it_is_trained(model: Between, h: Tensor, _: Tensor) -> Tensor:
     return model.layer(2, zeros)
 
 
-class Twice(torch.autograd.Function):
-    """A value and a view of it, with a gradient each."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-        doubled = x * 2
-        return doubled, doubled.view(-1)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return grads[0] * 2 + grads[1].view_as(grads[0]) * 5
-
-
-@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]  # of torch
-def unseen_by_dynamo(x: Tensor) -> Any:
-    return Reversed.apply(x)  # type: ignore[no-untyped-call]  # torch's own
-
-
-def reversed_by_an_unknown_function(model: Between, h: Tensor, _: Tensor) -> Any:
-    turned = unseen_by_dynamo(h)
-    return model.layer(2, model.layer(1, h)) + turned
-
-
-def view_with_a_gradient_of_its_own(model: Between, h: Tensor, _: Tensor) -> Tensor:
-    doubled, view = Twice.apply(h)  # type: ignore[no-untyped-call]  # torch's own
-    h = model.layer(2, model.layer(1, h + doubled)) + view.view(WIDTH, WIDTH)
-    return cast(Tensor, h + doubled)
-
-
-def hooked_after_a_reader(model: Between, h: Tensor, _: Tensor) -> Tensor:
-    inner = model.layer(1, h)
-    turned = h.t()
-    for value in (h, turned):
-        value.register_hook(lambda grad: grad * 3)  # type: ignore[no-untyped-call]  # torch's own
-    return model.layer(2, inner) + h + turned
-
-
 def parts_that_autograd_takes_for_values(model: Between, h: Tensor, _: Tensor) -> Tensor:
     parts = torch.unsafe_chunk(h * 1, 2)
     h = model.layer(1, torch.cat(parts))
@@ -294,23 +229,11 @@ def pulled_back_later(model: Between, h: Tensor, _: Tensor) -> Tensor:
     return model.layer(2, h) + cast(Tensor, pull(torch.ones_like(value))[0])
 
 
-def view_of_what_is_transposed(model: Between, h: Tensor, given: Tensor) -> Tensor:
-    turned = given * 1
-    view = turned[1:]
-    h = model.layer(1, h) + turned.sum()
-    turned.t_()
-    turned.mul_(2)
-    return model.layer(2, h) + turned.sum() + view.sum()
-
-
 BODIES = (
-    view_of_what_is_transposed, number_read_before_a_write_by_vmap, pulled_back_later,
-    counted_by_its_version, reversed_by_an_unknown_function, detached_and_written,
-    view_with_a_gradient_of_its_own, windows, statistics_without_gradient, hooked_after_a_reader,
-    parts_that_autograd_takes_for_values, residual, residual_in_a_checkpoint, detached_in_place, strided,
-    columns, view_by_tensor, broadcast, batch, float_in_region, bool_in_region, by_data,
-    by_data_in_a_body, read_and_written_in_one_segment, input_that_is_trained_from_then_on,
-    made_before_it_is_trained,
+    number_read_before_a_write_by_vmap, pulled_back_later, counted_by_its_version,
+    parts_that_autograd_takes_for_values, detached_in_place, strided, columns, view_by_tensor,
+    broadcast, batch, float_in_region, bool_in_region, by_data, by_data_in_a_body,
+    read_and_written_in_one_segment, input_that_is_trained_from_then_on, made_before_it_is_trained,
 )  # fmt: skip
 
 
@@ -329,26 +252,36 @@ FORBIDDING = (
     cut_points._aliased_with_own_gradient, cut_points.up_to_last_write,
     lambda body: cut_points._without_backward(body, gradient_carriers(body.graph)),
 )  # fmt: skip
-
-
 HARMLESS = {"detached_in_place": ["add"], "broadcast": ["add_1", "add_2"]}
 """Cuts after the last write, which planning forbids all the same."""
 
 
-@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
-def test_the_proof_rejects_each_cut_that_planning_forbids_for_memory_or_gradients(body: Any) -> None:
+def accepted_of_forbidden(model: nn.Module, inputs: Any, *forbidding: Any) -> list[str]:
+    """Where the proof accepts a cut that planning forbids: the nodes behind these cuts."""
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
-        traced = trace(Between(body), torch.randn(WIDTH, WIDTH), torch.randn(WIDTH, WIDTH))
-    found = cut_points.Body(traced.gm.graph)
-    crossing = [cut_points._uncrossable] if body is windows else []  # others fail in Dynamo or AOTAutograd
-    forbidden = found.blocked(span for find in (*FORBIDDING, *crossing) for span in find(found))
-    accepted = []
+        traced = trace(model, *inputs)
+    found, accepted = cut_points.Body(traced.gm.graph), []
+    forbidden = found.blocked(span for find in forbidding for span in find(found))
     for node, why in zip(found.nodes, forbidden, strict=True):
         plan = cut_before(traced.gm, node.name)
         with contextlib.suppress(CertificateError):
             certify(traced.gm, partition(traced.gm, plan), plan, {})
             accepted += [node.name] * (why is not None)
-    assert accepted == HARMLESS.get(body.__name__, [])
+    return accepted
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+def test_the_proof_rejects_each_cut_that_planning_forbids_for_memory_or_gradients(body: Any) -> None:
+    # what else planning forbids fails in Dynamo or AOTAutograd
+    found = accepted_of_forbidden(Between(body), two_inputs(), *FORBIDDING)
+    assert found == HARMLESS.get(body.__name__, [])
+
+
+@pytest.mark.parametrize("late", [*APART, *READ_LATE], ids=repr)
+def test_it_rejects_cuts_of_drawn_models_too(late: Step) -> None:
+    program = DrawnModel((LAYER, late), cap_bytes=1).program
+    more = [cut_points._uncrossable] if late in READ_LATE else []
+    assert accepted_of_forbidden(program.model(), program.inputs()[0], *FORBIDDING, *more) == []
 
 
 def two_inputs() -> tuple[Tensor, Tensor]:

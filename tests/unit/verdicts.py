@@ -98,22 +98,16 @@ def all_kinds() -> Verdict:
     return verdict(ok_trial(), wrong_trial(), broken_trial(), impossible_trial(), location=location())
 
 
-def matrix(options: int = 35) -> Verdict:
-    """As many trials as the largest verification has: wrong, broken and impossible ones among them."""
+def matrix(options: int) -> Verdict:
+    """All modes under so many options, of which torch's is wrong under the first."""
     named = [f"option_{index:02d}_with_a_name" for index in range(options)]
     trials = (_sample(case, mode, option) for case in CASES for option in named for mode in MODES)
     return verdict(*trials, target="matrix")
 
 
 def _sample(case: str, mode: str, option: str) -> Trial:
-    index = int(option.split("_")[1])
-    if mode == "torch" and index % 11 == 0:
+    if (mode, option) == ("torch", "option_00_with_a_name"):
         return wrong_trial(case, mode, option)
-    if mode.startswith("python_reducer") and index % 7 == 1:
-        impossible = impossible_trial(case, mode, option)
-        return replace(impossible, backend="aot_eager", reason=f"{mode} has no such option")
-    if (case, mode, index) == ("gpt", "replicate", 3):
-        return broken_trial(case, mode, option)
     trial = ok_trial(case, mode, option)
     return replace(trial, backend="" if mode == "eager" else trial.backend)
 

@@ -10,11 +10,6 @@ from torch.utils._pytree import tree_leaves
 from ddpopt.cases import corpus
 from ddpopt.testing import Case
 
-# Dynamo reads .grad of graph inputs that are no leaves, and makes an instance of a traced autograd function.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning"),
-]
 MIB = 2**20
 # Those that Dynamo might not capture as one graph; test_corpus_training.py compiles them.
 ALL = pytest.mark.parametrize("case", corpus.cases(), ids=lambda case: case.name)

@@ -18,12 +18,7 @@ from ddpopt.explanation.explain import explain_case
 from ddpopt.planning.capture import capture
 from ddpopt.planning.plan import Bucket, Plan
 
-# What Dynamo warns of in some cases' own code, as in test_corpus_cases.py.
-pytestmark = [
-    pytest.mark.usefixtures("fresh_dynamo"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning"),
-]
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 SNAPSHOTS = (Path(__file__).parents[2] / "data" / "corpus_plans.txt").read_text().strip().split("\n\n")
 PLANS = {text.partition(":")[0]: text for text in SNAPSHOTS}
 BY_NIGHT = ("bert", "resnet", "t5", "vit")

@@ -2,11 +2,9 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch import distributed as dist
@@ -16,7 +14,6 @@ from ddpopt.cases import corpus
 from ddpopt.cases.case import Call, Case
 from ddpopt.doctor import Diagnosis, diagnose
 from ddpopt.doctor.diagnosis import Advice, Weight
-from ddpopt.doctor.recompiles import step_for
 from ddpopt.errors import NotJudgedError
 from ddpopt.testing.drawn import DrawnModel, step
 from tests.commands import run
@@ -50,19 +47,6 @@ class Skipping(Healthy):
     def forward(self, x: torch.Tensor, skip: bool = False) -> Any:
         x = self.first(x)
         return x if skip else self.second(x)
-
-
-class Penalised(Healthy):
-    """Compiled code has no second derivative, which the loss below asks for."""
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.first(x).sin(), x
-
-
-def penalty(output: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    y, x = output
-    (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-    return slope.square().sum()
 
 
 def case_of(model: Callable[[], nn.Module], inputs: Callable[[int, int], Call] | None = None) -> Case:
@@ -125,22 +109,6 @@ def test_a_recompile_has_its_guard_its_step_and_the_dimension_to_mark() -> None:
     assert "torch._dynamo.mark_dynamic(x, 0)" in finding.step
 
 
-@pytest.mark.parametrize(
-    ("guard", "start"),
-    [
-        ("tensor 'x' size mismatch at index 1. expected 4, actual 5", "Mark that dimension"),
-        ("tensor 'x' dtype mismatch. expected Float, actual Half", "Cast inputs to one dtype"),
-        ("self.calls == 3", "An attribute that the model reads changed."),
-        ("___stack2 == -0.25", "The value was made before a graph break"),
-        ("scale == 1.0", "A Python value that is passed to the model changed."),
-        ("GLOBAL_STATE changed: grad_mode", "Grad mode, autocast"),
-        ("___check_obj_id(self.mask, 140), type=<class 'object'>", "An object that the model reads"),
-    ],
-)
-def test_each_kind_of_guard_has_a_step_of_its_own(guard: str, start: str) -> None:
-    assert step_for(guard).startswith(start)
-
-
 # ------------------------------------------------------------------------------------------- parameters
 
 
@@ -194,18 +162,6 @@ def test_a_crash_of_torchs_optimizer_is_reported_and_ddpopt_runs() -> None:
     assert (finding.topic, finding.weight) == ("run", Weight.WRONG)
     assert "First bucket should be smaller/equal to other buckets" in finding.what
     assert list(diagnosis.buckets) == ["ddpopt"]
-
-
-def test_no_finding_proposes_what_fails_too() -> None:
-    case = case_of(Penalised, lambda rank, step: ((torch.ones(4, 8, requires_grad=True),), {}))
-    diagnosis = diagnose(
-        replace(case, loss=penalty, ddp_kwargs={"find_unused_parameters": True}), backend="aot_eager"
-    )
-    theirs, ours = (finding for finding in diagnosis.problems if finding.topic == "run")
-    assert "Under torch's DDPOptimizer step 0 fails: " in theirs.what
-    assert "Under ddpopt step 0 fails: " in ours.what
-    assert theirs.step == "Set torch._dynamo.config.optimize_ddp = False, without overlap."
-    assert ours.step == "Please report this to ddpopt, with the model."
 
 
 def test_a_module_that_dynamo_steps_over_is_not_compiled_at_all() -> None:

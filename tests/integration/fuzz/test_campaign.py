@@ -6,7 +6,6 @@ They are told how models end by a stand-in for the workers, which `test_workers.
 import hashlib
 import importlib
 import json
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from itertools import islice, pairwise
@@ -69,14 +68,6 @@ def files(folder: Path) -> list[str]:
     return sorted(file.name for file in (folder / "cases").iterdir())
 
 
-def test_blocks_depend_on_seed_shard_and_number_alone() -> None:
-    source = Source(1, 2)
-    assert drawn_block(source, 4) == drawn_block(Source(1, 2), 4)
-    others = [Source(2, 2), Source(1, 1)]
-    assert all(drawn_block(other, 4) != drawn_block(source, 4) for other in others)
-    assert drawn_block(source, 5) != drawn_block(source, 4)
-
-
 def test_a_sequence_does_not_dwell_on_variants_of_one_model() -> None:
     features = [model.features for _, (_, model) in zip(range(200), Source(0).models(), strict=False)]
     assert len({frozenset(each) for each in features}) > 190
@@ -117,15 +108,6 @@ def test_a_failure_is_kept_once_and_counted_each_time(tmp_path: Path) -> None:
 
 def test_a_campaign_ends_when_its_time_is_up(tmp_path: Path) -> None:
     assert Campaign(Journal(tmp_path, PLAN), PLAN, Budget(seconds=0)).run().models == 0
-
-
-def test_a_summary_counts_modes_features_and_failures(tmp_path: Path) -> None:
-    entries = run(tmp_path, 20)
-    data = json.loads(summarized(PLAN, entries).to_json())
-    assert data["models"] == 20
-    assert {mode: sum(kinds.values()) for mode, kinds in data["kinds"].items()} == dict.fromkeys(MODES, 20)
-    assert data["features"] == Counter(feature for entry in entries for feature in entry.features)
-    assert data["distinct"] == len(data["failures"])
 
 
 # --------------------------------------------------------------------------------- several at one campaign

@@ -6,7 +6,6 @@ import pytest
 
 from ddpopt.fuzz import workers
 from ddpopt.fuzz.questions import WHOLE, Answer, Outcome, Setting, Task
-from ddpopt.fuzz.signatures import FailureSignature
 from ddpopt.fuzz.workers import Worker
 from ddpopt.ranks.failures import RankFailure, RanksFailed
 from ddpopt.testing.drawn import DrawnModel, step
@@ -58,18 +57,6 @@ def test_a_model_that_does_not_end_is_stopped_and_reported_with_its_stacks(worke
 def test_a_model_that_crashes_the_process_is_identified_by_signal_and_frame(worker: Worker) -> None:
     (answer,) = answered(worker, "os.kill(os.getpid(), signal.SIGSEGV)")
     assert (answer.kind, str(answer.signature)) == (Outcome.BACKEND, "death: SIGSEGV in the model in act")
-
-
-def test_a_signature_says_how_a_rank_was_lost() -> None:
-    stuck = RankFailure(0, "stalled", "whole", stack='Thread 0x1:\n  File "/x/a.py", line 1 in act\n')
-    assert str(workers._signature(stuck)[0]) == "no end: within the time limit"
-    ended = RankFailure(0, "died", "whole", exit_code=3, output="last words")
-    assert workers._signature(ended) == (
-        FailureSignature("death", "exit code 3"),
-        "the process ended with exit code 3\nlast words",
-    )
-    raised = RankFailure(0, "raised", "whole", stack="Traceback:\nKeyError: 'h'\n")
-    assert str(workers._signature(raised)[0]) == "error: KeyError"
 
 
 def test_a_failure_before_any_mode_is_no_answer() -> None:

@@ -55,9 +55,7 @@ def case_of(model: type[Block]) -> Case:
 @pytest.mark.parametrize(
     ("model", "status"), [(Block, Status.OK), pytest.param(Wrong, Status.WRONG, marks=pytest.mark.nightly)]
 )
-def test_roundings_that_a_compiler_leaves_out_are_no_fault(
-    model: type[Block], status: Status, alone: Ranks
-) -> None:
+def test_roundings_that_are_left_out_are_no_fault(model: type[Block], status: Status, alone: Ranks) -> None:
     subject = Subject(case_of(model), option("default"), 2, alone.device, evaluates=False)
     with closing(Bench(subject, alone)) as bench:
         reference = Reference.make(bench)

@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -50,10 +49,6 @@ def rungs(known: Known) -> dict[str, bool]:
     ("target", "mode", "backend", "guilty"),
     [
         ("stages", "local", "losing_bias", "graph 0, segments 2 to 3 of 8: linear"),
-        pytest.param(
-            *("stages", "local", "crossing_two", "graph 0, segments 1 to 5 of 8: relu"),
-            marks=pytest.mark.nightly,
-        ),
         ("short", "ddpopt-inline", "refusing_tanh", "graph 0, segment 1 of 2: tanh"),
     ],
 )
@@ -81,15 +76,7 @@ def test_what_took_its_ranks_down_before_is_not_tried_again(searching: Searching
     assert segments(known) == ["graph 0, segment 1 of 2: tanh"]
 
 
-def test_a_model_that_aot_breaks_is_distinguished_from_one_that_dynamo_breaks(searching: Searching) -> None:
-    known = searching(f"{MODULE}:aliased", "whole", "aot_eager")
-    assert rungs(known) == {"eager, no DDP": True, "aot_eager, no DDP": False}
-    assert any("add_" in segment for segment in known.segments)
-
-
-def test_segments_that_are_wrong_only_once_the_mode_has_cut_are_found_among_its_own(
-    searching: Searching,
-) -> None:
+def test_segments_wrong_only_once_the_mode_has_cut_are_found_among_its_own(searching: Searching) -> None:
     own = Stage("ddpopt-split", "wrong_apart")
     known = searching(f"{MODULE}:CUT", "ddpopt-split", "wrong_apart", Stage("whole", "wrong_apart"), own)
     assert list(rungs(known).values()) == [True, False]
@@ -102,23 +89,6 @@ def test_what_fails_though_nothing_is_compiled_has_no_segment_to_blame(searching
     assert rungs(known) == {"eager, whole on 1 rank": True, "eager, torch on 1 rank": False}
     assert known.segments == ()
     assert known.about_segments == "the difference appears even though no piece is compiled"
-
-
-def test_a_model_that_is_right_ends_without_a_blame(searching: Searching) -> None:
-    known = searching(f"{MODULE}:stages", "whole", "aot_eager")
-    assert list(rungs(known).values()) == [True] * 4
-    assert (known.stage, known.segments) == (None, ())
-
-
-def test_the_model_alone_comes_first_and_the_mode_on_trial_last() -> None:
-    question = Question("x", "default", "torch", "aot_eager")
-    assert [stage.name for stage in stages_of(question, 1)] == [
-        "eager, no DDP", "aot_eager, no DDP", "eager, whole on 1 rank", "aot_eager, whole on 1 rank",
-        "eager, torch on 1 rank", "aot_eager, torch on 1 rank",
-    ]  # fmt: skip
-    assert next(stages_of(question, 2)) == Stage("whole", "eager", 2)
-    # a mode that compiles nothing has no backend to run the model alone with
-    assert [*stages_of(replace(question, mode="eager", backend=""), 1)] == [Stage("eager", "", 1)]
 
 
 @pytest.mark.parametrize(

@@ -35,10 +35,3 @@ def test_the_slowest_rank_counts_and_less_than_98_percent_other_buckets_or_a_cra
     eager = [Outcome(measurement(0.5)) for _ in answers]
     cell = row("gpt", "1", {"eager": eager, "split": answers}).cells["split"]
     assert (cell.ratio, cell.problems) == (ratio, problems)
-
-
-def test_less_is_no_problem_where_so_much_is_expected() -> None:
-    for potential, failing in ((0.48, ["inline"]), (0.01, ["split", "inline"])):
-        less = [Outcome(measurement(potential), 3, PLANNED)]
-        found = row("buffers", "1", {"eager": [GOOD], "split": less, "inline": less}).cells
-        assert [mode for mode, cell in found.items() if cell.problems] == failing

@@ -12,19 +12,10 @@ from torch import Tensor, nn
 
 from ddpopt.cases import corpus
 from ddpopt.errors import UsageError
-from ddpopt.testing import Case, mean_square, resolve, step_seed
+from ddpopt.testing import Case, mean_square, resolve
 from tests.refusals import refusal
 
 # ------------------------------------------------------------------------------------------------ names
-
-
-def test_every_case_has_a_name_of_its_own_and_a_line_on_what_it_exercises() -> None:
-    names = [case.name for case in corpus.cases()]
-    assert len(set(names)) == len(names)
-    for case in corpus.cases():
-        assert case.about
-        assert "\n" not in case.about
-        assert not case.about.endswith(".")
 
 
 def test_an_unknown_case_is_rejected_with_names_like_it_and_the_command_that_lists_all() -> None:
@@ -193,8 +184,3 @@ def test_what_a_module_adds_to_the_path_stays_and_the_current_folder_is_first_on
     monkeypatch.setattr(sys, "path", [*before])
     assert resolve("adds_to_the_path:make").name == "adds_to_the_path:make"
     assert sys.path == [*before, "lib"]
-
-
-def test_seeds_do_not_collide_between_ranks_and_steps() -> None:
-    seeds = [step_seed(rank, step) for rank in range(64) for step in range(64)]
-    assert len(set(seeds)) == len(seeds)

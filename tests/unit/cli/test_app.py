@@ -48,9 +48,7 @@ def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 # ------------------------------------------------------------------------------------------- right
 
 
-def test_explain_prints_the_explanation_and_nothing_else_and_json_in_its_place(
-    target: str, tmp_path: Path
-) -> None:
+def test_explain_prints_the_explanation_alone_or_json_in_its_place(target: str, tmp_path: Path) -> None:
     file = tmp_path / "explanation.json"
     explanation = explaining.explain_case(resolve(target), {})
     result = run("explain", target, "--json", str(file))

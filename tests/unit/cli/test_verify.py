@@ -57,9 +57,7 @@ def test_each_option_of_verify_is_what_is_asked_for(requested: list[Any]) -> Non
     assert others == {"nproc": 3, "device": "cpu", "limit_s": 7.0 * 6}
 
 
-def test_verify_without_options_asks_for_ddpopts_own_choice_and_looks_where_it_goes_wrong(
-    requested: list[Any],
-) -> None:
+def test_verify_alone_asks_for_ddpopts_own_choice_and_looks_where_it_fails(requested: list[Any]) -> None:
     result = run("verify", "tied", "--ddp", "bucket_cap_mb=2")
     assert "looking for where it goes wrong" in result.stderr
     ((one,), settings, _), (arguments, keywords) = requested

@@ -16,10 +16,11 @@ from ddpopt.errors import InfrastructureError
 from tests.refusals import refusal
 
 c10d: Any = dist  # torch does not mark its re-exports
+Members = Callable[[int], list[Any]]
 
 
 @pytest.fixture
-def members(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[Any]]:
+def members(monkeypatch: pytest.MonkeyPatch) -> Members:
     """Makes so many stand-ins for a process group, with as much of it as agreement looks at."""
     monkeypatch.setattr(c10d.distributed_c10d, "_get_process_group_store", lambda member: member.store)
     monkeypatch.setattr(dist, "get_backend", lambda _: "gloo")
@@ -55,9 +56,7 @@ def calls(members: Sequence[Any], payloads: Sequence[str], seconds: float = 10) 
     ]
 
 
-def test_every_rank_learns_every_text_in_rank_order_and_calls_in_a_row_do_not_mix(
-    members: Callable[[int], list[Any]],
-) -> None:
+def test_every_rank_learns_every_text_in_rank_order_and_calls_in_a_row_do_not_mix(members: Members) -> None:
     group = members(3)
 
     def several(member: Any) -> list[tuple[str, ...]]:
@@ -72,7 +71,7 @@ def test_every_rank_learns_every_text_in_rank_order_and_calls_in_a_row_do_not_mi
     assert outcomes([functools.partial(several, member) for member in group]) == [expected] * 3
 
 
-def test_calls_about_different_things_do_not_mix(members: Callable[[int], list[Any]]) -> None:
+def test_calls_about_different_things_do_not_mix(members: Members) -> None:
     first, second = members(2)
 
     def both(member: Any, order: Sequence[str]) -> dict[str, tuple[str, ...]]:
@@ -83,7 +82,7 @@ def test_calls_about_different_things_do_not_mix(members: Callable[[int], list[A
     assert outcomes([lambda: both(first, "xy"), lambda: both(second, "yx")]) == [expected, expected]
 
 
-def test_what_no_rank_reads_any_more_is_deleted(members: Callable[[int], list[Any]]) -> None:
+def test_what_no_rank_reads_any_more_is_deleted(members: Members) -> None:
     group = members(2)
     for number in range(3):
         outcomes(calls(group, [f"{number}"] * 2))
@@ -93,7 +92,7 @@ def test_what_no_rank_reads_any_more_is_deleted(members: Callable[[int], list[An
     assert group[0].store.num_keys() == before
 
 
-def test_a_late_rank_raises_too_and_the_next_call_works(members: Callable[[int], list[Any]]) -> None:
+def test_a_late_rank_raises_too_and_the_next_call_works(members: Members) -> None:
     early, late = members(2)
     first = outcomes(calls([early], "a", 0.1))
     second = outcomes(calls([late], "a", 0.1))
@@ -106,7 +105,7 @@ def test_a_late_rank_raises_too_and_the_next_call_works(members: Callable[[int],
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.0995, 0.1, 0.1005])
-def test_either_all_ranks_agree_or_all_raise(members: Callable[[int], list[Any]], delay_s: float) -> None:
+def test_either_all_ranks_agree_or_all_raise(members: Members, delay_s: float) -> None:
     """The last rank comes just when the others give up."""
     for _ in range(5):
         first, second, last = members(3)
@@ -121,15 +120,13 @@ def test_either_all_ranks_agree_or_all_raise(members: Callable[[int], list[Any]]
         assert len(kinds) == 1
 
 
-def test_who_announces_a_failure_does_not_wait_and_is_heard(members: Callable[[int], list[Any]]) -> None:
+def test_who_announces_a_failure_does_not_wait_and_is_heard(members: Members) -> None:
     first, second = members(2)
     announce(first, "test", "failed")
     assert agree(second, "test", "fine") == ("failed", "fine")
 
 
-def test_a_store_that_is_gone_is_an_infrastructure_error(
-    members: Callable[[int], list[Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_is_gone_is_an_error(members: Members, monkeypatch: pytest.MonkeyPatch) -> None:
     def gone(member: object) -> None:
         del member
         raise dist.DistNetworkError("connection reset")

@@ -152,9 +152,7 @@ def test_a_static_graph_has_one_good_moment_before_its_first_forward() -> None:
 
 
 @pytest.mark.parametrize("arguments", [{}, {"find_unused_parameters": True}])
-def test_between_iterations_is_a_good_moment_and_between_forward_and_backward_a_bad_one(
-    arguments: dict[str, Any],
-) -> None:
+def test_only_between_iterations_is_a_good_moment_to_change_buckets(arguments: dict[str, Any]) -> None:
     ddp = linear(**arguments)
     moment = partial(said, partial(require_between_iterations, ddp))
     good, bad = set(), set()

@@ -141,9 +141,7 @@ def test_hooks_of_a_module_that_is_gone_do_not_disturb_another_one_of_the_same_p
     ),
     ids=str,
 )
-def test_a_hook_after_the_node_changes_what_ddp_already_has(
-    strategy: Any, options: dict[str, Any], hooked_in: int
-) -> None:
+def test_a_hook_after_the_node_is_as_in_eager(strategy: Any, options: dict[str, Any], hooked_in: int) -> None:
     def trained(compiled: bool) -> list[Tensor | None]:
         model = Tower()
         ddp = DistributedDataParallel(model, bucket_cap_mb=1e-4, **options)

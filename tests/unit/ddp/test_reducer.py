@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.ddp.reducer import PlannedReducer, _reducer_arguments, install
-from ddpopt.observation.reducer_buckets import running_buckets
 from ddpopt.planning.limits import DDP_ARGUMENTS
 from tests.multigpu.models import arbitrary_plan, changing, step, towers
 
@@ -180,24 +178,3 @@ def test_gradients_outlive_a_reducer_that_cannot_be_built(monkeypatch: pytest.Mo
     with pytest.raises(ZeroDivisionError):
         install(ddp, arbitrary_plan(ddp, 0))
     assert all(p.grad is gradient for p, gradient in zip(ddp.parameters(), before, strict=True))
-
-
-def test_asking_for_the_buckets_takes_no_memory_and_changes_no_gradient(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    ddp: Any = DistributedDataParallel(nn.Linear(6, 6))
-    step(ddp)
-    before = [parameter.grad.clone() for parameter in ddp.parameters()]
-    reducer = ddp.reducer
-    storages: list[int] = []
-
-    class Watched:
-        def _get_zeros_like_grad_buckets(self) -> Any:
-            buckets = reducer._get_zeros_like_grad_buckets()
-            storages.extend(bucket.buffer().untyped_storage().nbytes() for bucket in buckets)
-            return buckets
-
-    monkeypatch.setattr(ddp, "reducer", Watched())
-    running_buckets(ddp)
-    assert storages == [4]
-    assert all(torch.equal(p.grad, grad) for p, grad in zip(ddp.parameters(), before, strict=True))

@@ -6,7 +6,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.dynamo.api import replacing_ddp_optimizer
 from ddpopt.explanation.explain import explain
-from tests.unit.rehearsing import Linears, explained, params, rows, running_buckets
+from tests.unit.rehearsing import Linears, params, rows, running_buckets
 
 pytestmark = pytest.mark.usefixtures("one_rank_group")
 
@@ -26,9 +26,3 @@ def test_torchs_optimizer_is_explained_as_torch_wrote_it_even_while_it_is_replac
     with replacing_ddp_optimizer():
         assert explain(Linears(), rows()) == expected
     assert expected.torch.segments[0].counted
-
-
-def test_views_of_one_storage_are_counted_whole_by_torchs_optimizer() -> None:
-    explanation = explained("flat_storage")
-    held = sum(bucket.nbytes for bucket in explanation.plan.buckets)
-    assert [segment.counted_bytes // held for segment in explanation.torch.segments] == [2, 6, 6, 2]

@@ -3,10 +3,8 @@
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from ddpopt.errors import UsageError
 from ddpopt.fuzz.cases import FoundCase, read_model
@@ -75,21 +73,3 @@ def test_the_script_of_a_fault_of_ddpopts_has_ddpopt_judge() -> None:
     assert "mode='ddpopt-split'" in script
     trained = replace(CASE, model=replace(MODEL, training="clipping"))
     assert "options=['clipping']" in script_of(trained, "x.py")
-
-
-@pytest.mark.parametrize(("in_float64", "truth"), [(1.0 + 5e-7, 1.0 + 5e-7), (0.5, 1.0)])
-def test_a_script_takes_no_float64_for_the_truth_that_drew_other_random_numbers(
-    in_float64: float, truth: float
-) -> None:
-    case = replace(CASE, mode="whole", setting=Setting("inductor"), signature=FailureSignature("L2", "loss"))
-    scope: dict[str, Any] = {"__name__": "script"}
-    exec(script_of(case, "x.py"), scope)
-
-    def step(compiled: bool = False, dtype: torch.dtype | None = None, moved: int = 0) -> dict[str, Any]:
-        value = in_float64 if dtype is torch.float64 else 1.0 + moved % 2 * 1e-7
-        return {"the loss": torch.tensor(value, dtype=dtype)}
-
-    scope["step"] = step
-    expected, bounds = scope["expectation"]()
-    assert float(expected["the loss"]) == pytest.approx(truth, abs=2e-7)
-    assert float(bounds["the loss"].max()) < 1e-5

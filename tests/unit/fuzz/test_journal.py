@@ -29,17 +29,6 @@ def test_an_entry_is_on_disk_as_soon_as_it_is_added(tmp_path: Path) -> None:
     assert journal.entries == [entry(0)]
 
 
-@pytest.mark.parametrize("kept", [0, 2])
-def test_a_last_line_that_was_cut_short_is_as_if_it_were_not_there(kept: int, tmp_path: Path) -> None:
-    lines = [f"{entry(place).to_line()}\n" for place in range(kept)]
-    Journal(tmp_path, THE_PLAN)
-    (tmp_path / LINES).write_text("".join(lines) + entry(kept).to_line()[:-9])
-    journal = Journal(tmp_path, THE_PLAN)
-    assert journal.entries == [entry(place) for place in range(kept)]
-    journal.add(entry(kept))
-    assert [each.place for each in Journal(tmp_path, THE_PLAN).entries] == list(range(kept + 1))
-
-
 @pytest.mark.parametrize("damaged", ["", "{", "[]", '{"place": 0}', "words"])
 def test_a_line_that_no_campaign_wrote_is_named(damaged: str, tmp_path: Path) -> None:
     Journal(tmp_path, THE_PLAN)

@@ -52,9 +52,7 @@ def unequal(level: str, parameter: str) -> Finding:
         ),
     ],
 )
-def test_an_exception_is_identified_by_what_was_raised_first_and_its_innermost_frame(
-    text: str, signature: str
-) -> None:
+def test_an_exception_is_identified_by_its_first_cause_and_innermost_frame(text: str, signature: str) -> None:
     assert str(of_error(text)) == f"error: {signature}"
 
 
@@ -98,9 +96,7 @@ def test_a_failure_counts_against_a_mode_only_where_the_backend_alone_is_right(
         ([], Status.BROKEN, ["a", "b"]),
     ],
 )
-def test_what_is_as_right_as_eager_is_rounding(
-    roughly: list[Finding], status: Status, left: list[str]
-) -> None:
+def test_what_is_right_as_eager_is_rounding(roughly: list[Finding], status: Status, left: list[str]) -> None:
     found = [unequal("L0", "a"), unequal("L0", "b")]
     trial = Trial("case", "whole", "default", "aot_eager", status, findings=tuple(roughly))
     assert [finding.parameter for finding in beyond_rounding(found, trial)] == left

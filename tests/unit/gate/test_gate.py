@@ -2,6 +2,7 @@
 
 import importlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from tests.unit.gate_figures import CASE, FIGURES, with_mode
 
 HERE = release_of(torch.__version__)
 SETTINGS = Measuring(("gpt", "tied"), modes=("ddpopt-inline",))
+Asked = list[tuple[Measuring, tuple[str, ...]]]
+Measures = Callable[[Figures], Asked]
 module: Any = importlib.import_module("ddpopt.gate.gate")
 
 
@@ -31,33 +34,36 @@ def kept(file: Path) -> Baseline:
     return baseline
 
 
-def measuring(monkeypatch: pytest.MonkeyPatch, figures: Figures) -> list[tuple[Measuring, tuple[str, ...]]]:
-    """Have a run measure these figures; notes what it is asked for."""
-    asked: list[tuple[Measuring, tuple[str, ...]]] = []
+@pytest.fixture
+def measuring(monkeypatch: pytest.MonkeyPatch) -> Measures:
+    """Has a run measure some figures; returns what it is asked for."""
 
-    def measure(settings: Measuring, due: tuple[str, ...], _: object) -> Figures:
-        asked.append((settings, due))
-        return {name: figures[name] for name in due if name in figures}
+    def measures(figures: Figures) -> Asked:
+        asked: Asked = []
 
-    monkeypatch.setattr(module, "_measure", measure)
-    return asked
+        def measure(settings: Measuring, due: tuple[str, ...], _: object) -> Figures:
+            asked.append((settings, due))
+            return {name: figures[name] for name in due if name in figures}
+
+        monkeypatch.setattr(module, "_measure", measure)
+        return asked
+
+    return measures
 
 
-def test_the_same_figures_pass(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = measuring(monkeypatch, FIGURES)
+def test_the_same_figures_pass(file: Path, measuring: Measures) -> None:
+    asked = measuring(FIGURES)
     result = run("gate", "--baseline", str(file))
     assert (result.exit_code, result.stderr) == (0, "")
     assert result.stdout.startswith("UNCHANGED; 2 cases against")
     assert asked == [(SETTINGS, ("gpt", "tied"))]
 
 
-def test_a_change_fails_in_every_report_and_leaves_the_baseline_alone(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_change_fails_in_every_report(file: Path, measuring: Measures) -> None:
     before = file.read_text()
     reports = [file.parent / name for name in ("gate.xml", "gate.html", "gate.md")]
     words = [word for report in reports for word in ("--report", str(report))]
-    measuring(monkeypatch, with_mode(graphs=2))
+    measuring(with_mode(graphs=2))
     result = run("gate", "--baseline", str(file), "--json", "-", *words)
     assert result.exit_code == 1
     data = json.loads(result.stdout)
@@ -67,9 +73,9 @@ def test_a_change_fails_in_every_report_and_leaves_the_baseline_alone(
     assert file.read_text() == before
 
 
-def test_update_writes_what_changed_and_says_so(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_update_writes_what_changed_and_says_so(file: Path, measuring: Measures) -> None:
     changed = with_mode(graphs=2)
-    measuring(monkeypatch, changed)
+    measuring(changed)
     result = run("gate", "--baseline", str(file), "--update")
     assert (result.exit_code, result.stderr) == (0, f"ddpopt: wrote {file}\n")
     assert "graphs: 1 before, 2 now" in result.stdout
@@ -78,27 +84,23 @@ def test_update_writes_what_changed_and_says_so(file: Path, monkeypatch: pytest.
     assert run("gate", "--baseline", str(file), "--update").stderr == f"ddpopt: nothing to change in {file}\n"
 
 
-def test_no_baseline_is_made_of_a_run_that_is_wrong_or_of_nothing(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_baseline_is_made_of_a_wrong_run_or_nothing(file: Path, measuring: Measures) -> None:
     before = file.read_text()
-    measuring(monkeypatch, with_mode(verdict="wrong: L0: a gradient"))
+    measuring(with_mode(verdict="wrong: L0: a gradient"))
     result = run("gate", "--baseline", str(file), "--update")
     assert result.exit_code == 1
     assert "verdict: ok before, wrong: L0: a gradient now" in result.stdout
     assert f"{file} was not written:\n  gpt, ddpopt-inline: verdict: wrong: L0: a gradient" in result.stderr
     assert file.read_text() == before
-    measuring(monkeypatch, {})
+    measuring({})
     new = file.with_name("new.json")
     assert run("gate", "gpt", "--baseline", str(new), "--update").exit_code == 3
     assert not new.exists()
 
 
-def test_a_new_baseline_keeps_what_was_asked_for_and_its_folder_is_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_new_baseline_keeps_what_was_asked_for(tmp_path: Path, measuring: Measures) -> None:
     file = tmp_path / "ci" / "gate" / "b.json"
-    asked = measuring(monkeypatch, FIGURES)
+    asked = measuring(FIGURES)
     words = "gpt tied --update --mode ddpopt-split --backend eager --nproc 3 --steps 4 --baseline"
     result = run_where_no_file_can_be_written("gate", *words.split(), str(file))
     assert (result.exit_code, "2 cases against" in result.stdout) == (2, True)
@@ -118,9 +120,9 @@ def test_a_new_baseline_keeps_what_was_asked_for_and_its_folder_is_made(
     ],
 )
 def test_targets_alone_are_measured_and_update_adds_them_and_leaves_the_rest(
-    words: str, due: tuple[str, ...], targets: tuple[str, ...], file: Path, monkeypatch: pytest.MonkeyPatch
+    words: str, due: tuple[str, ...], targets: tuple[str, ...], file: Path, measuring: Measures
 ) -> None:
-    asked = measuring(monkeypatch, {**FIGURES, "linear8": CASE})
+    asked = measuring({**FIGURES, "linear8": CASE})
     result = run("gate", "--baseline", str(file), *words.split())
     assert (result.exit_code, asked[0][1]) == (0, due)
     assert ("Not compared: gpt" in result.stdout) is ("gpt" not in due)

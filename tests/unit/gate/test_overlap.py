@@ -9,11 +9,9 @@ from ddpopt.gate.overlap import (
     WARMUP_ITERATIONS,
     BucketLaunch,
     FlopCount,
-    Recorder,
     measure,
     overlap_potential,
 )
-from ddpopt.testing.drawn import DrawnModel, step
 
 CAP_OF_ONE_LAYER_MB = 64 * 64 * 4 / 2**20
 
@@ -60,25 +58,3 @@ def test_the_buckets_of_every_iteration_are_seen_by_name(static_graph: bool) -> 
     initial, rebuilt = (("0.weight", "1.weight", "2.weight"),), (("2.weight",), ("1.weight",), ("0.weight",))
     before = 1 + static_graph
     assert measured.buckets == (*[initial] * before, *[rebuilt] * (WARMUP_ITERATIONS + 1 - before))
-
-
-@pytest.mark.usefixtures("one_rank_group")
-def test_the_hook_gives_the_gradients_of_ddp_of_each_dtype() -> None:
-    program = DrawnModel((step("complex_gain"), step("bfloat16_linear"), step("linear"))).program
-    gradients = []
-    for hooked in (False, True):
-        ddp = DistributedDataParallel(program.model())
-        if hooked:
-            Recorder(ddp).begin()
-        inputs, _ = program.inputs()
-        torch.autograd.backward(program.loss(ddp(*inputs)))
-        gradients.append([parameter.grad for parameter in ddp.parameters()])
-    torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=0)
-
-
-@pytest.mark.usefixtures("one_rank_group")
-def test_a_sparse_gradient_has_the_bytes_of_its_parameter() -> None:
-    ddp = DistributedDataParallel(nn.Embedding(10, 4, sparse=True))
-    measured = measure(ddp, lambda _: ddp(torch.tensor([1, 1, 3])).sum())
-    assert [launch.nbytes for launch in measured.iterations[-1]] == [160]
-    assert (measured.flops, measured.potential) == (0, 0.0)

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 from torch._dynamo import utils as dynamo
-from torch._higher_order_ops.wrap import tag_activation_checkpoint
 
 from ddpopt.graph.effects import is_known, mutated_inputs
 
@@ -169,44 +168,3 @@ def test_a_module_of_torch_writes_if_it_says_so_and_any_other_may(module: nn.Mod
     call = graph.call_module("layer", (value,))
     fx.GraphModule({"layer": module}, graph)
     assert mutated_inputs(call) == (value,) * writes
-
-
-# ----------------------------------------------------------------------------------------------- bodies
-
-
-def with_example(node: fx.Node, value: object) -> fx.Node:
-    node.meta["example_value"] = value
-    return node
-
-
-BODIES: dict[str, tuple[str, Write, str]] = {
-    "to an operand": ("add_", lambda _, inputs: inputs[1], "x1"),
-    "to nothing": ("add", lambda _, inputs: inputs[1], ""),
-    "to a view of an operand": (
-        "add_",
-        lambda graph, inputs: with_example(graph.call_method("view", (inputs[1], -1)), VALUES[1].view(-1)),
-        "x1",
-    ),
-    "to a value of its own": (
-        "add_",
-        lambda graph, inputs: with_example(graph.call_method("sin", (inputs[0],)), torch.ones(2)),
-        "",
-    ),
-    "to something unknown": ("add_", lambda graph, inputs: graph.call_method("sin", (inputs[0],)), "x0 x1"),
-}
-"""A method that a body calls, on what of its two operands, and what of these is written to."""
-VALUES: list[torch.Tensor] = [torch.ones(2), torch.ones(2)]
-
-
-@pytest.mark.parametrize("what", BODIES)
-def test_a_checkpoint_writes_to_the_operands_that_its_body_may_write_to(what: str) -> None:
-    inner, on, writes = BODIES[what]
-    body = fx.Graph()
-    inputs = [with_example(body.placeholder(f"input{place}"), value) for place, value in enumerate(VALUES)]
-    body.output((body.call_method(inner, (on(body, inputs), 1)),))
-    graph = fx.Graph()
-    holder = graph.get_attr("body")
-    operands = [with_example(graph.placeholder(f"x{place}"), value) for place, value in enumerate(VALUES)]
-    call = graph.call_function(tag_activation_checkpoint, (holder, *operands))
-    fx.GraphModule({"body": fx.GraphModule({}, body)}, graph)
-    assert " ".join(node.name for node in mutated_inputs(call)) == writes

@@ -153,15 +153,6 @@ def test_the_bound_is_that_of_the_sum_of_all_rows() -> None:
     assert communication(mean, sum_over(parts)).right
 
 
-def test_a_lost_row_is_outside_of_the_bound() -> None:
-    values = drawn(0, 6).abs() + 1
-    parts = [sparse([0, 1, 1], values[:3], (2,)), sparse([1, 0, 1], values[3:], (2,))]
-    mean = (parts[0].to_dense() + parts[1].to_dense()) / 2
-    assert communication(mean, sum_over(parts)).right
-    mean[1] -= values[5] / 2
-    assert not communication(mean, sum_over(parts)).right
-
-
 def test_an_element_without_a_gradient_does_not_hide_the_one_that_is_closest_to_its_bound() -> None:
     parts = torch.tensor([[1.0, 0.0, 3.0], [2.0**-24, 0.0, 1.0]], dtype=torch.float64)
     terms = sum_over([*parts])

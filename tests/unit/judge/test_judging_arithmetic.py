@@ -80,9 +80,7 @@ def test_a_gradient_that_is_zero_in_theory_never_fails() -> None:
     ("another_path", "note"),
     [(True, "float64 takes a different path through this model"), (False, "no float64 reference")],
 )
-def test_without_a_float64_run_that_can_be_believed_the_mean_of_the_samples_is_the_truth(
-    another_path: bool, note: str
-) -> None:
+def test_without_float64_to_believe_the_samples_mean_is_the_truth(another_path: bool, note: str) -> None:
     known = arithmetic_of(SAMPLES, TRUTH * drawn(1, 200).sign().double() if another_path else None)
     assert known.note == note
     assert arithmetic(TRUTH.float(), known).right

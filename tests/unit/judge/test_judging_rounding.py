@@ -4,15 +4,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ddpopt.cases import corpus
-from ddpopt.cases.case import Case
 from ddpopt.judge.compare import Sum, ulps
 from ddpopt.judge.judging.record import Record, RecordedStep
 from ddpopt.judge.judging.rounding import (
     SAMPLES,
-    autocast_dtypes,
     learned,
     neighbor,
     perturbed,
@@ -134,30 +132,3 @@ def test_integer_data_is_not_changed_because_it_may_be_a_mask_or_indices() -> No
     values = torch.tensor([0.0, 1.0, -3.0, 0.5, 1e-3])
     moved = neighbor(values, generator(), data=True)
     assert (moved != values).tolist() == [False, False, False, True, True]
-
-
-# ------------------------------------------------------------------ the dtype that is computed in
-
-
-class Halving(nn.Module):
-    """A layer under autocast, after which the forward fails."""
-
-    def __init__(self, dtype: torch.dtype | None) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 4)
-        self.dtype = dtype
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype=self.dtype or torch.bfloat16, enabled=self.dtype is not None):
-            self.first(x)
-        raise RuntimeError("only under DDP")
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, None])
-def test_the_dtype_of_a_span_of_autocast_is_seen_also_where_the_forward_fails_later(
-    dtype: torch.dtype | None,
-) -> None:
-    case = Case("halving", lambda: Halving(dtype), lambda rank, step: ((torch.ones(2, 4),), {}), "autocast")
-    before = torch.get_rng_state()
-    assert autocast_dtypes(case, 0, torch.device("cpu")) == ({dtype} if dtype else set())
-    assert torch.equal(torch.get_rng_state(), before)

@@ -13,9 +13,7 @@ from ddpopt.testing import Engine
 HERE = "tests.selftest.engines"
 
 
-def test_an_engine_is_given_itself_by_a_module_or_by_an_installed_package(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_engine_is_given_itself_by_a_module_or_by_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
     own = Engine("own")
     entry = EntryPoint("theirs", f"{HERE}:Averaging", modes.REGISTERED)
     monkeypatch.setattr(modes, "entry_points", lambda group: [entry])

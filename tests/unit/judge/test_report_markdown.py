@@ -14,9 +14,7 @@ def rendered(text: str) -> str:
 
 
 @given(st.text(alphabet="ab`~#*_|<>&[]() \n"), st.text(alphabet="ab`*_|<&[] ", min_size=1))
-def test_a_reader_sees_title_and_text_as_they_are_and_the_next_summary_after_them(
-    text: str, title: str
-) -> None:
+def test_a_reader_sees_title_and_text_as_they_are_and_then_the_next_summary(text: str, title: str) -> None:
     page = rendered(step_summary(f"x{title}x", text, 0) + step_summary("next", "y", 1))
     heading = " ".join(f"x{title}x".split())
     assert page == (

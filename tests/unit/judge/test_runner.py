@@ -5,8 +5,6 @@ from typing import Any
 import pytest
 
 import ddpopt
-from ddpopt.judge.modes import MODES
-from ddpopt.judge.options import OPTIONS
 from tests.refusals import refusal
 
 
@@ -26,9 +24,3 @@ from tests.refusals import refusal
 )
 def test_arguments_that_cannot_be_used_are_refused(arguments: dict[str, Any], message: str) -> None:
     assert message in refusal(lambda: ddpopt.verify(**{"target": "tied", **arguments}))
-
-
-def test_names_of_modes_and_options_are_unique() -> None:
-    for table in (MODES, OPTIONS):
-        names = [row.name for row in table]
-        assert len(names) == len(set(names))

@@ -16,6 +16,7 @@ from ddpopt.ranks.failures import RankFailure, RanksFailed
 
 Emit = Callable[[object], None]
 Play = Callable[[Emit, "Stage"], None]
+Attempt = Callable[..., tuple["Stage", tuple[Trial, ...]]]
 REQUESTS = [Request(case, "join", ("torch", "whole") if case == "b" else ("torch",)) for case in "abcd"]
 CASES = ("a", "b", "b", "c", "d")
 MODES = ("torch", "torch", "whole", "torch", "torch")
@@ -71,13 +72,15 @@ def fails(failure: RanksFailed, index: int, *judged: int, mode: str = "", after_
     return play
 
 
-def attempt(
-    monkeypatch: pytest.MonkeyPatch, *plays: Play, limit_s: float = 3600
-) -> tuple[Stage, tuple[Trial, ...]]:
-    stage = Stage(plays)
-    monkeypatch.setattr(runner, "launch", stage.launch)
-    monkeypatch.setattr(runner, "time", stage)
-    return stage, Attempts(REQUESTS, Settings("eager"), lambda _: None).run(2, limit_s, None)
+@pytest.fixture
+def attempt(monkeypatch: pytest.MonkeyPatch) -> Attempt:
+    def run(*plays: Play, limit_s: float = 3600) -> tuple[Stage, tuple[Trial, ...]]:
+        stage = Stage(plays)
+        monkeypatch.setattr(runner, "launch", stage.launch)
+        monkeypatch.setattr(runner, "time", stage)
+        return stage, Attempts(REQUESTS, Settings("eager"), lambda _: None).run(2, limit_s, None)
+
+    return run
 
 
 OK, LOST, BROKEN = Status.OK, Status.NOT_POSSIBLE, Status.BROKEN
@@ -101,9 +104,9 @@ OK, LOST, BROKEN = Status.OK, Status.NOT_POSSIBLE, Status.BROKEN
     ],
 )
 def test_ranks_that_fail_are_started_again_within_one_limit(
-    plays: tuple[Play, ...], limit_s: float, expected: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
+    plays: tuple[Play, ...], limit_s: float, expected: tuple[object, ...], attempt: Attempt
 ) -> None:
-    stage, trials = attempt(monkeypatch, *plays, limit_s=limit_s)
+    stage, trials = attempt(*plays, limit_s=limit_s)
     assert ([trial.status for trial in trials], stage.limits, stage.done) == expected
 
 
@@ -122,29 +125,27 @@ AGAIN = "not tried again: it crashed the ranks on case b"
     ids=["eager dies", "eager stalls", "a mode dies", "a mode raises"],
 )
 def test_a_failure_takes_its_trial_and_what_would_fail_as_well(
-    failure: RanksFailed, mode: str, lost: dict[int, tuple[Status, str]], monkeypatch: pytest.MonkeyPatch
+    failure: RanksFailed, mode: str, lost: dict[int, tuple[Status, str]], attempt: Attempt
 ) -> None:
     others = [index for index in range(1, 5) if index not in lost]
-    _, trials = attempt(monkeypatch, fails(failure, 1, 0, mode=mode), judges(*others))
+    _, trials = attempt(fails(failure, 1, 0, mode=mode), judges(*others))
     told = {index: (trial.status, trial.reason) for index, trial in enumerate(trials)}
     assert told == dict.fromkeys((0, *others), (OK, "")) | lost
     assert trials[1].case == "case b"
     assert [finding.message for finding in trials[1].findings] == [str(failure)] * (failure is RAISED)
 
 
-def test_what_a_run_had_no_time_for_is_broken_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, trials = attempt(monkeypatch, fails(STALLED, 1, 0, mode="torch", after_s=90), limit_s=90)
+def test_what_a_run_had_no_time_for_is_broken_and_says_so(attempt: Attempt) -> None:
+    _, trials = attempt(fails(STALLED, 1, 0, mode="torch", after_s=90), limit_s=90)
     assert trials[1].reason == str(STALLED)
     passed = "not tried: the time limit of the whole run, 90 s, had passed. Raise it, or ask for less."
     assert trials[2].reason == passed
 
 
 @pytest.mark.parametrize("before", [(), (fails(KILLED, 0),)])
-def test_a_failure_before_any_trial_is_nobodys(
-    before: tuple[Play, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_before_all_is_nobodys(before: tuple[Play, ...], attempt: Attempt) -> None:
     def dies(*_: object) -> None:
         raise KILLED
 
     with pytest.raises(RanksFailed, match="died of SIGKILL"):
-        attempt(monkeypatch, *before, dies)
+        attempt(*before, dies)

@@ -93,32 +93,6 @@ def seen(model: nn.Module, hook: Any, prompt: Tensor, steps: int = 1) -> list[di
     return found
 
 
-def test_a_step_shows_outputs_gradients_outside_and_what_is_kept() -> None:
-    prompt, kept = torch.ones(2, requires_grad=True), list[Tensor]()
-    (step,) = seen(Keeping(), kept.append, prompt)
-    names = {name for name in step if not name.startswith(("form", "type", "memory"))}
-    start = "gradient of the tensor outside DDP of shape (2,)"
-    (outside,) = (name for name in names if name.startswith(start))
-    assert names - {outside} == {
-        "output",
-        "gradient of layer.weight",
-        "gradient of layer.bias",
-        "input 0 after the step",
-        "gradient of input 0",
-        "kept attribute .last",
-        "kept by a hook: self, number 1",
-        "list of gradients with a history, or of frozen parameters",
-    }
-    assert step["form of output"] == "torch.float32 (1, 2), strides (0, 1) on cpu, requires grad"
-
-
-def test_names_are_the_same_in_each_run_though_lists_grow() -> None:
-    prompt, kept = torch.ones(2, requires_grad=True), list[Tensor]()
-    runs = [seen(Keeping(), kept.append, prompt, steps=2) for _ in range(2)]
-    assert [step.keys() for step in runs[0]] == [step.keys() for step in runs[1]]
-    assert len(kept) == 4
-
-
 def test_a_gradient_that_the_next_step_writes_to_is_reported() -> None:
     memory = torch.zeros(2, 2)
     prompt = torch.ones(2, requires_grad=True)

@@ -96,9 +96,7 @@ def test_a_running_reducer_has_the_parameters_and_buckets_we_predict(row: str) -
 
 
 @pytest.mark.parametrize("arguments", [{}, {"bucket_cap_mb_list": [0.5, 0.25, 0.125]}])
-def test_limits_that_are_set_elsewhere_are_read(
-    arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_limits_set_elsewhere_are_read(arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DDP_SET_LAST_BUCKET_CAP", "1")
     monkeypatch.setattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 300 * KIB)
     config = assert_limits(DistributedDataParallel(linears(), **arguments))

@@ -55,10 +55,6 @@ def planned(model: nn.Module | None = None, **kwargs: Any) -> Plan:
 # ------------------------------------------------------------------------------------- what is planned
 
 
-def test_arguments_of_ddp_that_change_no_bucket_are_accepted_too() -> None:
-    assert planned(gradient_as_bucket_view=True, broadcast_buffers=False) == planned()
-
-
 def test_all_other_keywords_go_to_the_models_forward() -> None:
     plan = planned(layers=2)
     assert plan.unread == ("layers.2.weight", "layers.2.bias")

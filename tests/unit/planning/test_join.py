@@ -45,16 +45,6 @@ def joined(graphs: list[GraphPlan], *specs: ParamSpec, config: BucketConfig = CA
 # ----------------------------------------------------------------------------------- several graphs
 
 
-def test_segments_count_through_all_graphs_and_keep_their_graph() -> None:
-    a, b, c, d = (spec(name) for name in "abcd")
-    plan = joined([cut(a, b), cut(c, d)], a, b, c, d)
-    assert buckets(plan) == ["d", "c", "b", "a"]
-    assert [(segment.index, segment.graph) for segment in plan.segments] == [(0, 0), (1, 0), (2, 1), (3, 1)]
-    assert [bucket.segment for bucket in plan.buckets] == [3, 2, 1, 0]
-    assert [segment.buckets for segment in plan.segments] == [(3,), (2,), (1,), (0,)]
-    assert [(cut.graph, cut.before) for cut in plan.cuts] == [(0, "reads_b"), (1, "reads_d")]
-
-
 def test_graphs_that_are_cut_share_no_bucket_and_whole_ones_do_as_in_eager() -> None:
     a, b, c, d = (spec(name, 40) for name in "abcd")
     of_cut = joined([cut(a, b), cut(c, d)], a, b, c, d)

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 
 import pytest
-from expecttest import assert_expected_inline
 
 from ddpopt.planning.bucket_rule import ParamSpec, rebuilt_buckets
 from ddpopt.planning.facts import GraphFacts, ParamUse
@@ -85,31 +84,6 @@ def test_a_bucket_closed_for_a_cut_of_another_dtype_uses_up_its_limit() -> None:
     uses += [use("half_2", 20, 1, dtype="bfloat16"), use("half_3", 20, 0, dtype="bfloat16")]
     plan = plan_graph(facts(4, uses), config)
     assert (buckets(plan), cuts(plan)) == (["full", "half", "half_2 half_3"], ["n2"])
-
-
-# ---------------------------------------------------------------------------------- what a plan says
-
-
-def test_every_bucket_and_cut_says_why_for_a_person() -> None:
-    uses = [
-        use("table", 9, 0, sparse=True),
-        use("a", 100, 0),
-        use("h", 8, 2, dtype="bfloat16"),
-        use("b", 100, 1),
-    ]
-    plan = plan_graph(facts(3, uses), CAP_100)
-    text = [f"bucket {b.index}: {b.reason}" for b in plan.buckets]
-    text += [f"cut before {cut.before}: {cut.reason}" for cut in plan.cuts]
-    assert_expected_inline(
-        "\n".join(text),
-        """\
-bucket 0: no gradient is left to add
-bucket 1: b brings it to 100 bytes, at or over the limit of 100
-bucket 2: table has a sparse gradient and is sent alone
-bucket 3: a brings it to 100 bytes, at or over the limit of 100
-cut before n1: bucket 1 is complete: b brings it to 100 bytes, at or over the limit of 100
-cut before n2: bucket 0 is complete: no gradient is left to add""",
-    )
 
 
 # ------------------------------------------------------------------------------------- DDP's own buckets

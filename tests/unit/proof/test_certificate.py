@@ -118,13 +118,6 @@ def every(cut: Cut, edits: list[Edits]) -> Iterator[tuple[str, ...]]:
         yield cut.violations(stitched)
 
 
-@functools.cache
-def unkept(name: str) -> list[tuple[str, ...]]:
-    """What the certificate says of a cut that keeps another plan."""
-    cut = program(name)
-    return of_broken_plans(cut, cut.stitched(), cut.plan)
-
-
 def of_broken_plans(cut: Cut, stitched: fx.GraphModule, plan: Plan) -> list[tuple[str, ...]]:
     assert cut.violations(stitched, plan) == ()
     return [cut.violations(stitched, broken) for mutate in PLAN_MUTANTS for broken in mutate(plan)]
@@ -178,7 +171,8 @@ This is a bug in ddpopt: please report it with the graph (TORCH_LOGS=graph_code)
 
 def test_each_invariant_says_what_is_wrong_and_where() -> None:
     of_cuts = (violations for name in PROGRAMS for each in rejected(name).values() for violations in each)
-    of_plans = (violations for name in PLANNED for violations in unkept(name))
+    cuts = map(program, PLANNED)
+    of_plans = (each for cut in cuts for each in of_broken_plans(cut, cut.stitched(), cut.plan))
     first: dict[str, str] = {}
     by_hand = (
         *of_a_forbidden_cut("reshaped_in_place", "t_", mutants.handed_on),

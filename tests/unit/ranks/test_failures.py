@@ -107,9 +107,7 @@ def test_ranks_that_wait_for_each_other_are_told_to_compare_their_collectives() 
         (replace(killed, kind="stalled"), "exceeded its time limit", "--timeout."),
     ],
 )
-def test_each_kind_of_failure_has_its_words_and_its_next_step(
-    failure: RankFailure, how: str, advice: str
-) -> None:
+def test_each_kind_of_failure_has_words_and_a_next_step(failure: RankFailure, how: str, advice: str) -> None:
     text = str(RanksFailed([failure], size=9))
     assert f"\nrank {failure.rank} {how} in 'step 2'\n" in text
     assert text.endswith(advice)

@@ -4,7 +4,6 @@ import functools
 
 import pytest
 import torch
-from expecttest import assert_expected_inline
 from torch import fx
 
 from ddpopt.graph.nodes import body_nodes
@@ -15,11 +14,7 @@ from ddpopt.split.partition import partition
 from tests.graph_builder import GraphBuilder
 from tests.unit.effects import Effects
 from tests.unit.snippets import SNIPPETS
-from tests.unit.tracing import Traced, cut_before, trace_all, written
-
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
-)
+from tests.unit.tracing import Traced, cut_before, trace_all
 
 
 def possible_cuts(gm: fx.GraphModule) -> list[str]:
@@ -66,7 +61,7 @@ def test_a_graph_cut_wherever_it_can_be_computes_the_same_bit_by_bit(name: str) 
         before, text = Effects(graph.gm, graph.inputs), str(graph.gm.graph)
         Effects(cut(graph.gm, *places), graph.inputs).assert_equal(before)
         assert str(graph.gm.graph) == text
-    assert cuts >= (1 if name in ("outputs_of_all_kinds", "gradient_turned_round") else 3)
+    assert cuts >= (1 if name == "gradient_turned_round" else 3)
 
 
 def test_a_plan_without_cuts_gives_the_graph_itself_back() -> None:
@@ -77,23 +72,6 @@ def test_a_plan_without_cuts_gives_the_graph_itself_back() -> None:
 # --------------------------------------------------------------------------------------------- structure
 
 
-def test_the_stitched_module_returns_what_the_original_returned_in_its_structure() -> None:
-    builder = GraphBuilder(batch=2, width=4)
-    written = builder.method("add_", builder.x, 1.0)
-    first = builder.method("sin", builder.x)
-    second = builder.method("cos", first)
-    gm = builder.finish(second).gm
-    gm.graph.output_node().args = ((second, [first, second], {"input": builder.x}, written, None, 3),)
-    x = torch.ones(2, 4)
-    expected = (x + 1).sin()
-    found, (sine, again), given, added, *others = cut(gm, "cos")(x)
-    assert torch.equal(found, expected.cos())
-    assert torch.equal(sine, expected)
-    assert found is again
-    assert given["input"] is added is x
-    assert others == [None, 3]
-
-
 def test_a_segment_holds_only_the_attributes_that_it_reads() -> None:
     builder = GraphBuilder(batch=2, width=4)
     first = builder.call(torch.mul, builder.x, builder.constant(torch.ones(4)))
@@ -101,40 +79,6 @@ def test_a_segment_holds_only_the_attributes_that_it_reads() -> None:
     stitched = cut(builder.finish(second).gm, "add")
     held = [[name for name, _ in segment(stitched, i).named_buffers()] for i in range(2)]
     assert held == [["_tensor_constant0"], ["_tensor_constant1"]]
-
-
-# ------------------------------------------------------------------------------------- spans of state
-
-
-def test_values_cross_as_outputs_and_inputs_and_a_span_of_autocast_is_closed_and_opened_again() -> None:
-    builder = GraphBuilder(batch=2, width=4)
-    handle = builder.enter_autocast()
-    product = builder.call(torch.mm, builder.x, builder.parameter("a", "weight", 4, 4))
-    again = builder.call(torch.mm, product, builder.parameter("b", "weight", 4, 4))
-    builder.exit_autocast(handle)
-    gm = builder.finish(builder.method("float", again)).gm
-    stitched = cut(gm, "mm_1")
-    parts = (stitched, segment(stitched, 0), segment(stitched, 1))
-    assert_expected_inline(
-        "\n\n".join("\n".join(written(part)) for part in parts),
-        """\
-segment_0(l_x_, l_self_modules_a_parameters_weight_)
-getitem(segment_0)
-segment_1(getitem, l_self_modules_b_parameters_weight_)
-getitem_1(segment_1)
-output(getitem_1)
-
-_enter_autocast()
-mm(l_x_, l_self_modules_a_parameters_weight_)
-suspended__enter_autocast(_enter_autocast)
-output(mm)
-
-_enter_autocast()
-mm_1(mm, l_self_modules_b_parameters_weight_)
-_exit_autocast(_enter_autocast)
-float_1(mm_1)
-output(float_1)""",
-    )
 
 
 # ------------------------------------------------------------------------------------------- mutation
@@ -168,14 +112,3 @@ def test_the_meta_of_the_graph_reaches_every_segment() -> None:
     assert hasattr(segment(stitched, 0), "_param_name_to_source") == hasattr(
         graph.gm, "_param_name_to_source"
     )
-
-
-# ------------------------------------------------------------------------------------------ work budget
-
-
-def test_nothing_is_run_to_learn_a_shape() -> None:
-    (graph,) = graphs_of("named_tuple")
-    plan = cut_before(graph.gm, *possible_cuts(graph.gm))
-    with torch.profiler.profile(acc_events=True) as profile:
-        partition(graph.gm, plan)
-    assert [event.name for event in profile.events() if event.name.startswith("aten::")] == []

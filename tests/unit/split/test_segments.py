@@ -39,28 +39,6 @@ def compiled(
 # --------------------------------------------------------------------------------------------- counting
 
 
-def test_each_distinct_segment_is_compiled_and_written_once_and_shared_by_its_twins(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    written: list[fx.Graph] = []
-    write = fx.Graph.python_code
-
-    def counted(graph: fx.Graph, *args: Any, **kwargs: Any) -> Any:
-        written.append(graph)
-        return write(graph, *args, **kwargs)
-
-    monkeypatch.setattr(fx.Graph, "python_code", counted)
-    kept: list[Callable[..., Any]] = []
-
-    def compiler(gm: fx.GraphModule, _: Sequence[object]) -> Callable[..., Any]:
-        kept.append(gm.forward)  # as torch's "eager" backend does
-        return gm.forward
-
-    _, distinct = compiled(layers(4, 4, 4, 8, 4), compiler)
-    # of five; the first one's input requires no gradient, so it is nobody's twin
-    assert (distinct, len(kept), len(written)) == (4, 4, 4 + 1)
-
-
 def test_a_segment_says_why_the_graph_was_cut_before_it() -> None:
     recorder, graph = Recorder(), layers(8, 16)
     vars(graph.gm)["compile_subgraph_reason"] = "the graph's own"

@@ -38,9 +38,7 @@ def test_without_a_marked_test_neither_torch_nor_a_rank_is_loaded(suite: pytest.
     result.assert_outcomes(passed=1)
 
 
-def test_collecting_a_marked_test_starts_no_rank(
-    suite: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_collecting_tests_starts_no_rank(suite: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("subprocess.Popen", None)
     assert "test_pair" in run(suite, "--collect-only").stdout.str()
 
@@ -68,9 +66,7 @@ def test_under_torchrun_a_test_that_cannot_have_its_ranks_says_why(
     assert words in result.stdout.str()
 
 
-def test_the_fixture_in_a_test_without_the_marker_is_an_error_that_says_what_to_write(
-    suite: pytest.Pytester,
-) -> None:
+def test_the_fixture_without_the_marker_is_an_error_that_says_what_to_write(suite: pytest.Pytester) -> None:
     suite.makepyfile("def test_alone(ddp_ranks): pass")
     result = run(suite)
     result.assert_outcomes(errors=1)

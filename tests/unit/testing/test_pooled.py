@@ -2,7 +2,7 @@
 
 import pytest
 
-from ddpopt.testing.pooled import plain_options, rank_arguments
+from ddpopt.testing.pooled import rank_arguments
 
 pytest_plugins = ["pytester"]
 
@@ -11,15 +11,9 @@ def value_after(command: list[str], option: str) -> list[str]:
     return [command[place + 1] for place, word in enumerate(command) if word == option]
 
 
-@pytest.fixture
-def config(pytester: pytest.Pytester) -> pytest.Config:
+def test_what_matters_while_pytest_loads_is_given_as_arguments(pytester: pytest.Pytester) -> None:
     pytester.makeini("[pytest]\naddopts = --import-mode=importlib -n 4 --junitxml=out.xml")
-    return pytester.parseconfig(
-        "-k", "some", "-W", "error", "-o", "console_output_style=count", "--tb=native"
-    )
-
-
-def test_what_matters_while_pytest_loads_is_given_as_arguments(config: pytest.Config) -> None:
+    config = pytester.parseconfig("-W", "error", "-o", "console_output_style=count", "--tb=native")
     command = rank_arguments(config)
     assert value_after(command, "--import-mode") == ["importlib"]
     assert value_after(command, "-W") == ["error", "ignore::pytest.PytestAssertRewriteWarning"]
@@ -28,11 +22,3 @@ def test_what_matters_while_pytest_loads_is_given_as_arguments(config: pytest.Co
     # No workers and no reports of a rank's own: addopts is emptied, and comes last.
     assert value_after(command, "-o") == ["console_output_style=count", "addopts="]
     assert "-n" not in command
-
-
-def test_all_other_options_that_are_plain_data_travel(config: pytest.Config) -> None:
-    config.option.model = "big"
-    config.option.opaque = object()
-    options = plain_options(config)
-    assert (options["keyword"], options["model"]) == ("some", "big")
-    assert not {"opaque", "tbstyle"} & options.keys()

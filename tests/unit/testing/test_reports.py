@@ -6,7 +6,7 @@ from typing import Literal
 import pytest
 from _pytest.reports import TestReport
 
-from ddpopt.testing.reports import ADVICE, difference, from_text, merge, to_text
+from ddpopt.testing.reports import ADVICE, difference, merge
 
 Outcome = Literal["passed", "failed", "skipped"]
 
@@ -41,23 +41,9 @@ SOME = (
         pytest.param([[PASSED], [KNOWN]], "passed", "", id="an expected failure is no skip"),
     ],
 )
-def test_one_outcome_is_made_of_those_of_all_ranks(
-    reports_of: list[list[TestReport]], outcome: str, words: str
-) -> None:
+def test_ranks_have_one_outcome(reports_of: list[list[TestReport]], outcome: str, words: str) -> None:
     (call,) = (one for one in merge(deepcopy(reports_of)) if one.when == "call")
     assert (call.outcome, call.longreprtext) == (outcome, words)
-
-
-def test_reports_travel_as_text_with_the_place_of_a_skip(pytestconfig: pytest.Config) -> None:
-    skipped = report("skipped", "setup")
-    skipped.longrepr = ("test_a.py", 3, "Skipped: not today")
-    sent = [report("passed", "setup"), report("failed", why="boom"), skipped]
-    got = from_text(pytestconfig, to_text(pytestconfig, sent))
-    assert [(one.when, one.outcome, one.longreprtext) for one in got[:2]] == [
-        ("setup", "passed", ""),
-        ("call", "failed", "boom"),
-    ]
-    assert got[2].longrepr == skipped.longrepr
 
 
 @pytest.mark.parametrize(
@@ -72,8 +58,6 @@ def test_reports_travel_as_text_with_the_place_of_a_skip(pytestconfig: pytest.Co
         ([[f"t{n}" for n in range(8)], []], ["  rank 1 lacks 8 of rank 0's 8 tests: t0"]),
     ],
 )
-def test_what_ranks_collected_differently_is_named_by_rank(
-    names_of: list[list[str]], expected: list[str]
-) -> None:
+def test_what_ranks_collected_is_told_by_rank(names_of: list[list[str]], expected: list[str]) -> None:
     lines = ["the ranks collected different tests:", *expected, ADVICE]
     assert difference(names_of).splitlines() == (lines if expected else [])
