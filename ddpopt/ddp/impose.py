@@ -57,7 +57,7 @@ def impose_decided(ddp: nn.Module, decide: Callable[[], Plan], timeout: timedelt
         require_fit(module, plan)
         return plan
 
-    plans = exchange_plans(module.process_group, WHAT, checked_plan, timeout)
+    plans: Any = exchange_plans(module.process_group, WHAT, checked_plan, timeout)
     if not same_buckets(plans):
         raise PlanMismatchError(
             f"{in_group(WHAT, module.process_group)}: the ranks' plans differ, so nothing was changed:\n"

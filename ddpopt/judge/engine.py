@@ -213,7 +213,12 @@ class Engine:
             got = type(made).__name__
             raise UsageError(f"engine {self.name!r}: expected a callable from prepare(), got {got}")
         run.call = made
-        promises = run.sends_as_uncompiled or run.sends() is not None
+        sent = run.sends()
+        if not isinstance(sent, Mapping | None):
+            raise UsageError(f"engine {self.name!r}: expected a dict or None from sends(), got {sent!r}")
+        if run.gives == "module" and run.ddp is None:
+            raise UsageError(f"engine {self.name!r}: gives='module', but prepare() set no self.ddp")
+        promises = run.sends_as_uncompiled or sent is not None
         if promises and (run.observable or run.captures_backward):
             raise UsageError(
                 f"engine {self.name!r}: collectives are promised, but with observable or captures_backward "

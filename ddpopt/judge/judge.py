@@ -125,6 +125,7 @@ def _evidence(reference: Reference, mode: Engine, backend: Any, record: Record) 
         alone=reference.graphs if backend is not None and mode.observable and alike else None,
         uncompiled=_sent_uncompiled(reference, mode, backend),
         ranks_differ=subject.case.ranks_differ or subject.option.more_graphs,
+        rank=bench.grid.rank,
     )
 
 

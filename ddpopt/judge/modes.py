@@ -106,7 +106,22 @@ class Zero(WithOptimizer, CompiledDdp):
         """Divide an optimizer over the ranks."""
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
-        return ZeroRedundancyOptimizer(self.model.parameters(), kind, process_group=self.group, **settings)
+        made: Any = ZeroRedundancyOptimizer(
+            self.model.parameters(), kind, process_group=self.group, **settings
+        )
+        own_state = made.state_dict
+
+        def state_dict() -> Any:
+            """The whole state, which torch gathers on one rank at a time."""
+            found = {}
+            for rank in range(self.group.size()):
+                made.consolidate_state_dict(rank)
+                if rank == self.group.rank():
+                    found = own_state()
+            return found
+
+        made.state_dict = state_dict
+        return made
 
 
 MODES: tuple[Engine, ...] = (

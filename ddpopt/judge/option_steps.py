@@ -24,9 +24,10 @@ MAX_NORM = 0.01
 
 
 def accumulate(trainer: Trainer) -> None:
-    """Take one micro-batch without reducing, and one with."""
+    """Take two micro-batches without reducing, and one with."""
     with trainer.parallel.no_sync():
-        trainer.backward(trainer.loss(part=1))
+        for part in (1, 2):
+            trainer.backward(trainer.loss(part))
     trainer.backward(trainer.loss())
 
 

@@ -23,6 +23,7 @@ from ddpopt.judge.updating import LEARNING_RATE, Recipe
 
 UNUSED = {"find_unused_parameters": True}
 STATIC = {"static_graph": True}
+CYCLE = partial(OneCycleLR, max_lr=LEARNING_RATE, total_steps=100)
 MOMENTUM = {"lr": LEARNING_RATE, "momentum": 0.9, "nesterov": True, "weight_decay": 1e-2}
 VIEWS = {"gradient_as_bucket_view": True}
 
@@ -70,7 +71,7 @@ OPTIONS: tuple[Option, ...] = (
     _unused("static_find_unused", "the same with find_unused_parameters=True too", {**STATIC, **UNUSED}),
     Option(
         "accumulation",
-        "a micro-batch under no_sync, then one that is reduced",
+        "two micro-batches under no_sync, then one that is reduced",
         take_step=do.accumulate,
         probes=True,
     ),
@@ -156,8 +157,8 @@ OPTIONS: tuple[Option, ...] = (
     Option("adamw_fused", "AdamW with fused=True", recipe=Recipe(AdamW, {"fused": True})),
     Option(
         "resumed",
-        "AdamW, and all steps but the first in new processes, from a checkpoint",
-        recipe=Recipe(AdamW),
+        "AdamW with a scheduler, and all steps but the first in new processes, from a checkpoint",
+        recipe=Recipe(AdamW, schedule=CYCLE),
         resumes=True,
         local=False,
         more_graphs=True,
@@ -165,7 +166,7 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "scheduled",
         "SGD with momentum, whose learning rate a scheduler changes after each step",
-        recipe=Recipe(SGD, MOMENTUM, partial(OneCycleLR, max_lr=LEARNING_RATE, total_steps=100)),
+        recipe=Recipe(SGD, MOMENTUM, CYCLE),
     ),
     Option("sync_batchnorm", "BatchNorm becomes SyncBatchNorm", adapt=cases.sync_batchnorm, local=False),
     Option(

@@ -24,6 +24,7 @@ from ddpopt.dynamo.backend import find_compiler
 from ddpopt.errors import UsageError
 from ddpopt.explanation.rehearsal import generators_kept
 from ddpopt.judge.engine import Engine
+from ddpopt.judge.judge import GIVES
 from ddpopt.judge.meshes import require_parts
 from ddpopt.judge.modes import mode, mode_of
 from ddpopt.judge.options import option
@@ -105,6 +106,9 @@ def verify(  # noqa: PLR0913  # one for each thing that a user may choose
         InfrastructureError: no ranks could be started.
     """
     modes = (*_names(mode), *_names(engine)) or (mode_of(strategy),)
+    for what, given in (("engine", engine), ("mode", mode), ("options", options)):
+        if given is not None and not _names(given):
+            raise UsageError(f"{what}: expected at least one, got {given!r}")
     settings = Settings(backend, steps, dtype, trial_limit_s, mesh)
     case = resolve(target)
     require_parts(case, mesh)
@@ -373,7 +377,11 @@ def checked(requests: Sequence[Request], settings: Settings, nproc: int) -> None
     find_compiler(settings.backend)
     for one in requests:
         option(one.option)
-        known = [mode(each).name for each in one.modes]
+        engines = [mode(each) for each in one.modes]
+        for each in engines:
+            if each.gives not in GIVES:
+                raise UsageError(f"engine {each.name!r}: expected gives of {GIVES}, got {each.gives!r}")
+        known = [each.name for each in engines]
         if twice := [name for place, name in enumerate(known) if name in known[:place]]:
             raise UsageError(
                 f"engine: expected a name of its own for each, got {twice[0]!r} twice; give one to each, as "

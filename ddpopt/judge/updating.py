@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ddpopt.errors import UnsupportedError
+from ddpopt.judge.compare import dense
 from ddpopt.judge.engine import Engine, Named
 from ddpopt.judge.judging.record import Record
 
@@ -67,6 +68,9 @@ class Updates:
             raise UnsupportedError(f"{engine.name} has a step() of its own, but no optimizer()")
         self.optimizer = engine.optimizer(recipe.kind, **recipe.settings)
         if recipe.schedule is not None:
+            if not isinstance(self.optimizer, Optimizer):
+                got = type(self.optimizer).__name__
+                raise UnsupportedError(f"{engine.name}: a scheduler needs a torch.optim.Optimizer, got {got}")
             self._schedule = recipe.schedule(self.optimizer)
         if recipe.scales:
             kind = next(engine.model.parameters()).device.type
@@ -104,7 +108,7 @@ def repeated(record: Record, recipe: Recipe | None) -> list[Named]:
 
     A gradient without its parameter's shape and dtype counts as missing.
     """
-    names = [*record.steps[0].gradients] if record.steps else []
+    names = [name for name in record.steps[0].gradients if name in record.start] if record.steps else []
     engine = Engine()
     engine.model = nn.ParameterList(record.start[name].clone() for name in names)
     scales = recipe is not None and recipe.scales
@@ -119,7 +123,7 @@ def repeated(record: Record, recipe: Recipe | None) -> list[Named]:
             )
             parameter.grad = gradient.clone() if gradient is not None and fits else None
         gradients = [p.grad for p in engine.model.parameters() if p.grad is not None]
-        if not scales or all(bool(gradient.isfinite().all()) for gradient in gradients):
+        if not scales or all(bool(dense(gradient).isfinite().all()) for gradient in gradients):
             updates.step()
         found.append(
             {name: p.detach().clone() for name, p in zip(names, engine.model.parameters(), strict=True)}

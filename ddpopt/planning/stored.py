@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self, cast, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Self, get_args, get_origin, get_type_hints
 
 from ddpopt.errors import UsageError
 
@@ -69,7 +69,8 @@ class Stored:
 def _built(kind: Any, value: Any) -> Any:
     """A value of a type from JSON, which has lists but no tuples; raises TypeError or ValueError."""
     if is_dataclass(kind):
-        types, of = _types(kind), cast("type[Any]", kind)
+        of: Any = kind
+        types = _types(of)
         return of(**{f.name: _built(types[f.name], value[f.name]) for f in fields(of) if f.name in value})
     if get_origin(kind) is tuple:
         return tuple(_built(get_args(kind)[0], each) for each in value)

@@ -129,7 +129,8 @@ class _Tuning:
 
     def called(self, name: str) -> None:
         """See from a call of the module's logger what begins; an error ends the course."""
-        ddp, course = self._ddp(), self._course
+        ddp: Any = self._ddp()
+        course = self._course
         if course is None or name not in (FORWARD, *ENDS) or pending(ddp):
             return
         self._course = None  # what the course calls itself does not advance it

@@ -75,7 +75,9 @@ def _best(gradients: Sequence[Gradient], link: Link, most: float) -> list[Unit]:
     counts = {kind: mask.cumsum(0) for kind, mask in own.items()}
     total, last_s = nbytes.cumsum(0), gradients[-1].ready_s
     free = torch.zeros(len(kinds) + 1, dtype=torch.float64)
-    ready: dict[object, float] = {}  # of each class so far, in the order of their last gradients
+    ready: dict[
+        tuple[str, str, str], float
+    ] = {}  # of each class so far, in the order of their last gradients
     came = [0]
     for end, gradient in enumerate(gradients, 1):
         ready.pop(kinds[end - 1], None)

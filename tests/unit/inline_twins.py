@@ -78,12 +78,32 @@ class Raising(torch.autograd.Function):
     """The identity; its backward raises."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, raises: bool) -> Tensor:
+        ctx.raises = raises
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        raise ZeroDivisionError
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        if ctx.raises:
+            raise ZeroDivisionError("in the middle")
+        return gradient, None
+
+
+class RaisingInTheMiddle(Net):
+    """Between two graphs, backward may raise."""
+
+    raises = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, third = self.layers
+        x = self.middle(second(first(x).tanh()).tanh())
+        out: Tensor = third(x).tanh()
+        return out
+
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]  # of torch
+    def middle(self, x: Tensor) -> Tensor:
+        out: Tensor = Raising.apply(x, self.raises)  # type: ignore[no-untyped-call]  # of torch
+        return out
 
 
 class Twins:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch does not mark its re-exports
 
 from ddpopt.cases import corpus
 from ddpopt.explanation.explain import explain_case
@@ -46,6 +47,13 @@ class Broken(Linears):
 
 def rows(width: int = WIDTH) -> Tensor:
     return torch.ones(4, width)
+
+
+def marked(factor: float, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """A communication hook that shows, on one rank, what was reduced, and by whom last."""
+    done: torch.futures.Future[Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer() * factor + 1)
+    return done
 
 
 @functools.cache

@@ -83,6 +83,7 @@ class RunEvidence:
         compiled: whether anything should have been compiled.
         got: this rank's run in the mode.
         eager: this rank's run in eager DDP.
+        rank: of this process in the group.
         peers: every rank's run in the mode, by rank in the group.
         eager_peers: the same for eager.
         alone: the number of graphs that Dynamo has compiled for the model alone after each step; None if
@@ -102,6 +103,7 @@ class RunEvidence:
     alone: Sequence[int] | None
     ranks_differ: bool
     uncompiled: Sequence[tuple[str, ...]] | None = None
+    rank: int = 0
 
 
 class Break(NamedTuple):

@@ -173,7 +173,7 @@ class Ladder:
             terms = self.reference.sums[number.step][number.name]
             return communication(number.got, terms, self.option.comm_dtype, number.eager)
         if number.kind is NumberKind.PARAMETER and (name := plain(number.name)) not in self.rules.written:
-            return bitwise(number.got, self.updated[number.step][name])
+            return bitwise(number.got, self.updated[number.step].get(name, number.eager))
         return bitwise(number.got, number.eager)
 
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddpopt.cases.case import Case
+from ddpopt.errors import UnsupportedError
 from ddpopt.judge.compare import Sum, bitwise, contribution, exact
 from ddpopt.judge.engine import Engine, Gradients, Named
 from ddpopt.judge.judging.arithmetic import Arithmetic
@@ -130,6 +131,8 @@ class Bench:
             grid, limit_s = self.grid, self.collective_limit_s
             group = new_group(limit_s, grid.columns)
             try:
+                if subject.option.resumes and grid.columns:
+                    raise UnsupportedError(f"the option {subject.option.name} resumes no parts of models")
                 course = replace(course, case=subject.option.grouped(course.case, group))
                 with grid.laid(subject.device.type, group, limit_s):
                     record = train(course, how, Place(grid.rank, grid.size, group, subject.device))
@@ -138,7 +141,7 @@ class Bench:
             finally:
                 with contextlib.suppress(Exception):
                     dist.destroy_process_group(group)
-            later = replace(course, steps=subject.steps)
+            later = replace(course, steps=max(subject.steps, RESUMED + 1))
             # Peers learn of a failure from closed connections, so no reference to the group may remain.
             del course, group
             gc.collect()

@@ -69,8 +69,8 @@ def _others(evidence: RunEvidence) -> Broken:
         unlike = {name: (has, wants) for name, has, wants in _unlike(got.state, eager.state)}
         for name, (has, wants) in unlike.items():
             yield Break(f"{name} is {has}, in eager DDP {wants}", name, step)
-        for name, integers in eager.state.items() if evidence.mode.broadcasts_buffers else ():
-            # only DDP broadcasts buffers
+        has_buffers = evidence.mode.broadcasts_buffers or evidence.rank == 0  # only DDP broadcasts them
+        for name, integers in eager.state.items() if has_buffers else ():
             if name not in unlike and not is_rounded(integers) and not torch.equal(got.state[name], integers):
                 yield Break(f"{name} holds different integers than in eager DDP", name, step)
 
