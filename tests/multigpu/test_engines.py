@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from ddpopt.cases.case import Case
 from ddpopt.judge.matrix import CASES
@@ -73,6 +74,45 @@ def test_a_right_engine_is_right(option: str) -> None:
     engine = Averaging("averaging", sends=lambda: {"allreduce": 4})
     trial = judged(engine, option)
     assert (trial.status, trial.findings, trial.reason) == (Status.OK, (), "")
+
+
+class Overwriting(Averaging):
+    """Without reduction it keeps the last micro-batch only."""
+
+    def backward(self, loss: Tensor) -> None:
+        if not self.syncs:
+            self.zero_grad()
+        super().backward(loss)
+
+
+class CountingTwice(Averaging):
+    broadcasts_buffers = False
+
+    def step(self, learning_rate: float) -> None:
+        for buffer in self.model.buffers():
+            if not buffer.is_floating_point():
+                buffer.add_(1)
+        super().step(learning_rate)
+
+
+class Misnaming(Averaging):
+    def gradients(self) -> Any:
+        return {f"module.{name}": each for name, each in super().gradients().items()}
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize(
+    ("engine", "option", "case", "said"),
+    [
+        (Overwriting(), "accumulation", "plain", "the gradient of layers."),
+        (CountingTwice(), "default", "normed", "holds different integers than in eager DDP"),
+        (Misnaming(), "default", "plain", "the gradient of module.layers.0.bias is"),
+        (Averaging(sends=lambda: 4), "default", "plain", "expected a dict or None from sends(), got 4"),
+    ],
+)
+def test_a_wrong_engine_is_found(engine: Engine, option: str, case: str, said: str) -> None:
+    trial = judged(engine, option, case)
+    assert any(said in finding.message for finding in trial.findings), (trial.reason, trial.findings)
 
 
 def decaying(self: Engine, kind: Any, **settings: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import gc
 import itertools
 import json
 import logging
@@ -157,7 +158,24 @@ def late(*_: object) -> None:
         time.sleep(2.0)
 
 
-EVENTS = (hooked, renamed, joined, accumulating, late)
+def regrouped(ddp: Any, *_: object) -> None:
+    """Each rank alone from now on."""
+    c10d: Any = dist  # torch does not mark its re-exports
+    alone = [[rank] for rank in range(dist.get_world_size())]
+    ddp._update_process_group(c10d.new_subgroups_by_enumeration(alone)[0])
+
+
+def imposing(ddp: Any, *_: object) -> None:
+    ddpopt.impose(ddp, plan_of([[*specs_by_id(ddp).values()]], "the user's"))
+
+
+def compiling_again(ddp: Any, *_: object) -> None:
+    ddpopt.compile(ddp, backend="eager", buckets="auto")
+    if dist.get_rank() == 0:
+        gc.collect()
+
+
+EVENTS = (hooked, renamed, joined, accumulating, late, regrouped, imposing, compiling_again)
 LAST = 18
 
 
