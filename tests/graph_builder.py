@@ -2,11 +2,14 @@
 
 Invariant: in a finished graph each node that has a value carries one of its form in
 ``meta["example_value"]``: a fake tensor, a number or a symbol. Nodes that switch autograd or autocast carry
-none. Parameters, buffers and inputs are placeholders in the order of their first use.
+none, nor do those that name a graph. Parameters, buffers and inputs are placeholders in the order of their
+first use.
 """
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeGuard
 
@@ -129,9 +132,35 @@ class GraphBuilder:
         self._root.register_buffer(name, value)
         return self._later(self._graph.get_attr(name), lambda: self._fake_mode.from_tensor(value))
 
+    def subgraph(self, name: str, operands: Mapping[str, fx.Node], write: Callable[..., Any]) -> fx.Node:
+        """Add a graph that a node of this one calls, as Dynamo does for higher-order operators.
+
+        Args:
+            name: of the attribute, which gets a number.
+            operands: by the name of each of its placeholders, a node whose value it gets.
+            write: ``(builder, *placeholders) -> results``: writes it, returns nested tuples of nodes.
+
+        Returns:
+            The get_attr node that stands for it; it has no value.
+        """
+        inner = copy.copy(self)  # shares the fake mode, and what is to be evaluated
+        inner._root, inner._graph, inner._last_placeholder = nn.Module(), fx.Graph(), None
+        given = [inner._placeholder(n, functools.partial(_value, node)) for n, node in operands.items()]
+        inner._graph.output(write(inner, *given))
+        label = f"{name}_{len(list(self._root.children()))}"
+        self._root.add_module(label, unwritten_module(inner._root, inner._graph))
+        return self._graph.create_node("get_attr", label, name=label)
+
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         """Add ``target(*args, **kwargs)``; nodes stand for their values, also within lists and dicts."""
         return self._evaluated(self._graph.call_function(target, args, kwargs), target)
+
+    def call_like(
+        self, like: Callable[..., Any], target: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> fx.Node:
+        """Add ``target(*args, **kwargs)``, whose value has the form of ``like(*args)`` (None for a graph)."""
+        node = self._graph.call_function(target, args, kwargs)
+        return self._evaluated(node, lambda *values, **_: like(*values))
 
     def method(self, name: str, receiver: fx.Node, *args: Any, **kwargs: Any) -> fx.Node:
         """Add ``receiver.name(*args, **kwargs)``."""
@@ -166,7 +195,7 @@ class GraphBuilder:
     def evaluate(self) -> None:
         """Compute the example values of all nodes that there are by now."""
         pending = [*self._pending]
-        self._pending.clear()
+        self._pending.clear()  # graphs within this one have the same list
         with self._fake_mode:
             for node, value, grad_enabled, autocast in pending:
                 if grad_enabled and not autocast:  # nearly always, and modes cost as much as an op
