@@ -113,8 +113,7 @@ def _read_plan(plan: Plan | str | os.PathLike[str], ddp: Any, strategy: Strategy
         profile, link = Profile.from_file("plan", plan), Link.from_file("plan", plan)
         devices = profile.gradients[0].spec.device.partition(":")[0], next(ddp.parameters()).device.type
         strategies = profile.strategy, "inline" if strategy == "auto" else strategy
-        ranks = {profile.world_size, link.world_size}, {ddp.process_group.size()}
-        where = f"plan {os.fspath(plan)}"
+        ranks, where = (link.world_size, ddp.process_group.size()), f"plan {os.fspath(plan)}"
         profile.require_fit(where, device=devices, strategy=strategies, ranks=ranks)
     return Plan.from_file("plan", plan)
 
