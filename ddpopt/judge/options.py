@@ -23,7 +23,7 @@ from ddpopt.judge.updating import LEARNING_RATE, Recipe
 
 UNUSED = {"find_unused_parameters": True}
 STATIC = {"static_graph": True}
-CYCLE = partial(OneCycleLR, max_lr=LEARNING_RATE, total_steps=100)
+CYCLE = partial(OneCycleLR, max_lr=LEARNING_RATE, total_steps=100, cycle_momentum=False)
 MOMENTUM = {"lr": LEARNING_RATE, "momentum": 0.9, "nesterov": True, "weight_decay": 1e-2}
 VIEWS = {"gradient_as_bucket_view": True}
 
