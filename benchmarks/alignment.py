@@ -9,8 +9,6 @@ Exit code 1 where a run of ddpopt crashes, keeps less than 0.98 of eager's poten
 No clock is read, so concurrent runs do not disturb each other.
 """
 
-from __future__ import annotations
-
 import argparse
 import queue
 import sys

@@ -3,8 +3,6 @@
 Invariant: a mode of ddpopt is judged on every rank and every iteration; torch's modes are only reported.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

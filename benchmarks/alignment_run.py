@@ -3,8 +3,6 @@
 Invariant: whatever the mode does to torch, even if it crashes, the next run in this process starts clean.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

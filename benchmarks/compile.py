@@ -23,8 +23,6 @@ if ``inline`` costs more than 1.05 times one whole graph, if ``split`` grows by 
 to 48 layers of GPT, or if a warm start of either compiles anything; 3 if a process fails.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import itertools

@@ -4,8 +4,6 @@ Started as a separate process, so that the one-time costs of compiling are paid 
 JSON: the cost of the first steps, the graphs that were compiled, and those taken from caches.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -3,8 +3,6 @@
 Invariant: the device is synchronized before any clock is read.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 

@@ -1,7 +1,5 @@
 """A GPT-like model whose layers, embedding and head all have the same size."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -7,8 +7,6 @@ Invariant: nothing needs to be cleaned up. The namespaces have no names, so two 
 kernel drops them with the processes inside. The holders end as soon as this process is gone, for any reason.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

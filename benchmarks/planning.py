@@ -16,8 +16,6 @@ Exit code 1 if ddpopt is less than 20 times faster at 200 layers, if its time gr
 over all sizes, or if it makes fewer cuts than there are layers, because it then did less work.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import logging

@@ -4,8 +4,6 @@ Invariant: `section_of` restores a section from the JSON of its `asdict`. Cells 
 made from a stored file is the same everywhere.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -38,8 +38,6 @@ over loopback, sending needs as much of the processor as computing); 2 for inval
 fails, or if there is no GPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys

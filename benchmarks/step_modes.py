@@ -3,8 +3,6 @@
 Invariant: weights, inputs, optimizer and cap are equal in all of them; only the compilation differs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 

@@ -3,8 +3,6 @@
 Invariant: pure; equal figures give equal reports.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """How much of a traced step's sending was exposed (`ddpopt.tuning.observed` records the step)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from ddpopt.tuning.simulate import Timeline

@@ -12,8 +12,6 @@ Batch sizes make computation and all-reduce at 1 Gbit/s take similar times; othe
 or little to hide it behind.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 

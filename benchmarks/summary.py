@@ -11,8 +11,6 @@ docs/benchmarks.md is an extract.
 Exit code 0: all requirements hold; 1: one does not, or was not measured; 2: a file cannot be read.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

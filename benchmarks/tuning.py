@@ -11,8 +11,6 @@ Exit code 1 if a prediction is off by more than 10%, or fewer than 80% of them a
 buckets take more than 1.03 times as long as the best others; 2 for invalid arguments; 3 if a rank fails.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial

@@ -4,8 +4,6 @@ What was a fault of ddpopt's is mended; what is torch's own is shown by the scri
 `ddpopt.fuzz.scripting` writes of it.
 """
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 

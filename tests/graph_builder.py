@@ -6,8 +6,6 @@ none, nor do those that name a graph. Parameters, buffers and inputs are placeho
 first use.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable, Mapping

@@ -7,8 +7,6 @@ Some edits change nothing that anybody could see (a value cloned that nothing wr
 accepted, and no others.
 """
 
-from __future__ import annotations
-
 import copy
 import operator
 from collections.abc import Callable, Iterator, Sequence

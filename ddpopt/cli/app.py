@@ -4,8 +4,6 @@ Exit codes: 0 right, 1 the program under test is wrong, 2 usage, 3 not judged. A
 stderr without a traceback. Heavy imports are inside the commands, so that help needs no torch.
 """
 
-from __future__ import annotations
-
 import functools
 import json as json_module
 import os

@@ -3,8 +3,6 @@
 Invariant: an option that several commands have means the same in all of them, and has the same default.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable, Sequence

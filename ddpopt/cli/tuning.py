@@ -3,8 +3,6 @@
 Invariant: what can be checked is checked before anything is measured; so what was measured is shown.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from functools import partial

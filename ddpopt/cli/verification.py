@@ -3,8 +3,6 @@
 Invariant: every name is looked up before a rank is started.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial

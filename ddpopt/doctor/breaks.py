@@ -6,8 +6,6 @@ left out.
 Invariant: one finding for each place and reason, in order of occurrence.
 """
 
-from __future__ import annotations
-
 import linecache
 import re
 from collections.abc import Iterable, Iterator

@@ -3,8 +3,6 @@
 Invariant: frozen; the text depends only on these fields.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass

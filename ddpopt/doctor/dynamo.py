@@ -9,8 +9,6 @@ Invariant: after `taking_notes` all of these have their previous contents. Compi
 ``torch._dynamo.reset()``: a caller's own compiled functions are compiled again when they are next called.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import traceback

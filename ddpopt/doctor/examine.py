@@ -4,8 +4,6 @@ Invariant: every claim of a finding was observed in one of these runs, or predic
 labeled as a prediction.
 """
 
-from __future__ import annotations
-
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any

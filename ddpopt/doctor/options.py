@@ -4,8 +4,6 @@ Invariant: each check is one small function that reports nothing if a setting do
 cannot show (how ``no_sync`` is used, what a communication hook does) are not guessed.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterator

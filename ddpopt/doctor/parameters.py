@@ -3,8 +3,6 @@
 Invariant: a parameter is called unused only if a backward left its gradient at None.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 

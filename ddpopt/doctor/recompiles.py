@@ -5,8 +5,6 @@ DDP's own wrapper recompiles together with the model; only the model's frames ar
 Invariant: every compilation that replaced an earlier one is counted in one finding.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 

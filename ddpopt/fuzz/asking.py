@@ -3,8 +3,6 @@
 Invariant: a script counts as showing its case only if it did so in a fresh interpreter.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

@@ -4,8 +4,6 @@ Invariant: equal plans give the same models and answers, and the journal holds e
 however the campaign ends.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable

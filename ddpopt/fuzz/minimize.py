@@ -8,8 +8,6 @@ Any value is a valid model, so nothing here needs to know what a step does. Each
 by `weight`, so the search terminates. Invariant: the result was seen to fail in the same way as the input.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -3,8 +3,6 @@
 Invariant: plain data, which can be sent to worker processes and written as JSON, without torch.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import StrEnum
 

@@ -4,8 +4,6 @@ They judge like `ddpopt.judge.compare`.
 Invariant: a script for a torch fault imports only torch and the standard library.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ Invariant: equal failures have equal signatures on every machine: a signature co
 size or step name.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A block depends only on its seed and number, never on a verdict. So equal seeds 
 resumed campaign draws its block again. Invariant: `drawn_block` is a function of its arguments.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

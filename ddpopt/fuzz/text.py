@@ -1,7 +1,5 @@
 """The text of a fuzzing campaign: what was judged, what failed, and which features were covered."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from ddpopt.explanation.tables import Column, Noted, numbers, paragraph, table

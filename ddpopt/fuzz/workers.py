@@ -4,8 +4,6 @@ A model may crash its ranks, or never end. Then all ranks are ended, the failure
 and the next question starts new ranks. Invariant: each task gets an answer for each of its modes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 from collections.abc import Iterator

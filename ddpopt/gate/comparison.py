@@ -4,8 +4,6 @@ Invariant: anything that only the baseline or only the run has is a change. Noth
 counts as unchanged.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass

@@ -3,8 +3,6 @@
 Invariant: a baseline is only written on request, and from a run in which nothing failed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -3,8 +3,6 @@
 Dynamo records changes to it as nodes. A graph begins outside of autocast, with grad mode on.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -26,7 +24,7 @@ class State:
     autocast: tuple[fx.Node, ...] = ()
     grad_enabled: bool = True
 
-    def after(self, node: fx.Node) -> State:
+    def after(self, node: fx.Node) -> "State":
         """The state after `node`."""
         if node.target is ENTER_AUTOCAST:
             return State((*self.autocast, node), self.grad_enabled)

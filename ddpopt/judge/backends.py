@@ -3,8 +3,6 @@
 Invariant: a name without a colon stays a name, so reports and scripts show what the user gave.
 """
 
-from __future__ import annotations
-
 import pkgutil
 from typing import Any
 

@@ -8,8 +8,6 @@ Invariant: no bound exceeds the error that rounding can cause in the given value
 of another step, rank or parameter, does not pass unless the true gradient is noise.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -3,8 +3,6 @@
 Invariant: a framework that is missing makes a trial "not possible", with a reason.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any

@@ -4,8 +4,6 @@ Invariant: a trial is ok only if every number that eager leaves was judged at so
 and says why it was not; all ranks return the same trial.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import replace

@@ -8,8 +8,6 @@ starts them on its machine and its peers wait.
 Invariant: when the time is over, the result so far is returned, with a note that says so.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace

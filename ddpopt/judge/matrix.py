@@ -4,8 +4,6 @@ The cases are as small as DDP's default limits allow: more than 1 MiB of paramet
 buckets for every mode to handle. Invariant: they meet the rules of the corpus.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -3,8 +3,6 @@
 Invariant: outside of a run a case is as it is without a mesh, so that what inspects it needs no ranks.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import re

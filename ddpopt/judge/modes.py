@@ -4,8 +4,6 @@ A mode is an `Engine`: built in, registered by an installed package, or named as
 Without a backend every built-in one runs uncompiled, so that faults of compilation can be told apart.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable, Mapping

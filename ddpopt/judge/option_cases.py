@@ -3,8 +3,6 @@
 Invariant: the changed case is a case: equal arguments give equal tensors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial

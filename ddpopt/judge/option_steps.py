@@ -3,8 +3,6 @@
 Invariant: a step uses only its `Trainer`, so the reference and every mode do the same.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager

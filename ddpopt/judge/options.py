@@ -4,8 +4,6 @@ Each option is a row of one table: its changes to the case, DDP's arguments, how
 which checks apply to the result. Invariant: an option changes the reference and the mode in the same way.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any

@@ -4,8 +4,6 @@ Trials run on ranks that this process starts, or on torchrun's. Invariant: every
 verdict, and every verdict is reported, even if the search for the fault fails.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import time

@@ -6,8 +6,6 @@ because the hooks that gather its parameters run inside the frame to compile.
 Touches private names of torch: ``torch.distributed._composable``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections import Counter

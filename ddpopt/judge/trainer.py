@@ -5,8 +5,6 @@ steps. Invariant: equal cases, options and modes give equal records, except for 
 reproduce.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc

@@ -3,8 +3,6 @@
 Invariant: all ranks judge the same trials in the same order, and rank 0 reports each as it begins and ends.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import gc

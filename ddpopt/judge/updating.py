@@ -4,8 +4,6 @@ Invariant: `repeated` computes what the optimizer made of the gradients of a run
 wrote to the parameters.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any

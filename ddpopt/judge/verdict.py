@@ -4,8 +4,6 @@ Plain data, without torch: the process that started the ranks, the reports and r
 tensors. Invariant: a verdict is true only if something was judged, nothing was wrong, and nothing broke.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

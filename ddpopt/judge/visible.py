@@ -5,8 +5,6 @@ and which of these share memory. No hook is registered, so the program that runs
 equal programs see the same values under the same names, in any run of a process.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib

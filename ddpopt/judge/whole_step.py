@@ -6,8 +6,6 @@ the function that ``ddpopt.train_step`` captures, on these parts.
 Invariant: the parts are made, and random numbers seeded, as in a step that is not captured.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace

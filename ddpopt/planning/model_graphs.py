@@ -8,8 +8,6 @@ From then on the buckets are fixed; later graphs (another shape, eval mode) foll
 Invariant: no parameter completes in two graphs; its gradient is complete in the first graph that reads it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -101,7 +99,7 @@ class ModelGraphs:
         settled = (taken | read).issuperset(spec.name for spec in self.specs.values())
         return planned._replace(completed=taken, graph_plan=graph_plan, settled=settled)
 
-    def is_like(self, other: ModelGraphs) -> bool:
+    def is_like(self, other: "ModelGraphs") -> bool:
         """Whether the graphs of one model could be the other's: the same parameters and bucket limits."""
         return self.config == other.config and [*self.specs.values()] == [*other.specs.values()]
 

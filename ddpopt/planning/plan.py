@@ -8,8 +8,6 @@ Invariant: frozen; equal inputs give equal plans, and equal plans give equal fin
 process and platform.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Sequence

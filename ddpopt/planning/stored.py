@@ -3,8 +3,6 @@
 Invariant: what is read back is equal to what was written; anything else is refused with the file's name.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import math

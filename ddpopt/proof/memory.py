@@ -3,8 +3,6 @@
 Storages are identified by the example values from tracing: views of one tensor share a storage.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterator, Set
 
 import torch

@@ -6,8 +6,6 @@ the original, an item of such a value, an attribute, a group of terms, or a lite
 Invariant: terms are compared by exact value and type; 1, True and 1.0 are three different literals.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -33,7 +31,7 @@ class Made:
 class Item:
     """One item of a tuple or list that a node of the original returns."""
 
-    base: Made | Item
+    base: "Made | Item"
     index: int
 
     def __str__(self) -> str:

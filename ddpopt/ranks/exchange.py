@@ -8,8 +8,6 @@ Invariant: no rank waits longer than the limit, or for a rank that is known to h
 ranks have read are deleted.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from typing import Any

@@ -6,8 +6,6 @@ report that shows only the first exit, or all failures alike, sends its reader t
 Plain data, without torch. Invariant: if any rank failed, there is at least one culprit.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ Touches one private name of torch, ``_get_default_store``. Invariant: no task wa
 task that exceeds its limit is ended after its stacks are written.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import signal

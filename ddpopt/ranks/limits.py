@@ -6,8 +6,6 @@ other rank enters, is ended as reliably as a sleep.
 Invariant: faulthandler's timer is always set to the earliest limit in force in this process.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import time
 from collections.abc import Callable, Iterator

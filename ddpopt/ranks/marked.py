@@ -9,8 +9,6 @@ script, without site-packages, so only Python's own modules may be imported here
 Invariant: only a process that carries the mark is ever signalled.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -6,8 +6,6 @@ Invariant: only tensors and symbols cross a cut, each identified by the node tha
 that node's value; linear in the nodes of the graph.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -78,7 +76,7 @@ class Layout:
     exports: list[dict[Leaf, None]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, graph: fx.Graph, first_nodes: Sequence[str]) -> Layout:
+    def of(cls, graph: fx.Graph, first_nodes: Sequence[str]) -> "Layout":
         """The layout of a graph that is cut before the nodes named `first_nodes`."""
         layout, names = cls(graph), frozenset(first_nodes)
         for node, state in states(graph):

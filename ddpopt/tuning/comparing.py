@@ -5,8 +5,6 @@ predicts them. Equal buckets are measured once. The cuts of the strategy ``split
 there each plan has one long turn, after compiling again.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass

@@ -7,8 +7,6 @@ begins where forward ends. Ranks count reductions, which they have in common, an
 Invariant: all ranks change to the same plan before the same step, and in each the gradients are those of DDP.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import os

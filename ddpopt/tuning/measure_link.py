@@ -4,8 +4,6 @@ A stream is what the reducer sends in a backward: all-reduces that are launched 
 waiting, and waited for at the end. Invariant: all ranks get the same link, the slowest rank's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from statistics import median
 from typing import Any

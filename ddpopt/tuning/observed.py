@@ -4,8 +4,6 @@ torch's profiler sees both without a communication hook. Invariant: recording ch
 profiler costs each operator some microseconds.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 

@@ -4,8 +4,6 @@ All are drawn from the same spans of time; the templates `figure.svg.jinja` and 
 and colors. Invariant: a picture shows the times of its timelines, loads nothing, and escapes every name.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

@@ -12,8 +12,6 @@ Invariant: ranks communicate here only through the group's store, with a limit, 
 all of them have in common; so nothing waits for a rank for which DDP would not wait.
 """
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Callable, Generator, Sequence

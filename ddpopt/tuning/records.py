@@ -4,8 +4,6 @@ Times are in seconds, sizes in bytes. Invariant: a record names the hardware and
 measured with; one from a file is used only where it fits, and if its numbers are possible.
 """
 
-from __future__ import annotations
-
 import math
 import platform
 from collections.abc import Mapping, Sequence

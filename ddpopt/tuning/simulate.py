@@ -17,8 +17,6 @@ before it, even by those that were sent while nothing was computed.
 Invariant: equal inputs give equal timelines.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -9,8 +9,6 @@ Then a bucket is merged with the next one of its class if the step ends no later
 nor on a somewhat faster or slower one (`LINKS`).
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterable, Sequence
@@ -46,10 +44,8 @@ def tune(profile: Profile, link: Link, most_bytes: float = LARGEST) -> Plan:
         A plan with these buckets and no segments, for `ddpopt.impose`.
     """
     order = sorted(profile.gradients, key=lambda gradient: gradient.ready_s)
-    links = [
-        replace(link, latency_s=share * link.latency_s, seconds_per_byte=share * link.seconds_per_byte)
-        for share in LINKS
-    ]
+    latency_s, per_byte = link.latency_s, link.seconds_per_byte
+    links = [replace(link, latency_s=x * latency_s, seconds_per_byte=x * per_byte) for x in LINKS]
     found = _best(order, link, most_bytes)
     while len(fewer := _merged(found, links, order[-1].ready_s, most_bytes)) < len(found):
         found = fewer
@@ -75,9 +71,7 @@ def _best(gradients: Sequence[Gradient], link: Link, most: float) -> list[Unit]:
     counts = {kind: mask.cumsum(0) for kind, mask in own.items()}
     total, last_s = nbytes.cumsum(0), gradients[-1].ready_s
     free = torch.zeros(len(kinds) + 1, dtype=torch.float64)
-    ready: dict[
-        tuple[str, str, str], float
-    ] = {}  # of each class so far, in the order of their last gradients
+    ready: dict[Any, Any] = {}  # of each class so far, in the order of their last gradients
     came = [0]
     for end, gradient in enumerate(gradients, 1):
         ready.pop(kinds[end - 1], None)

@@ -1,7 +1,5 @@
 """The strategy step on several ranks: all that an eager step leaves, bit for bit, in the plan's buckets."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import re

@@ -1,7 +1,5 @@
 """What the properties of drawn graphs ask of one: its facts, its plans, and what a cut of it must keep."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import strategies as st
 from torch import fx

@@ -7,8 +7,6 @@ node has read yet (or what autograd does not save), and hands it on only after t
 be read is never mutated any more.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable
 from typing import Any

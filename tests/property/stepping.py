@@ -1,7 +1,5 @@
 """Drawn models under DDP in this process alone, step by step, and what must be equal of two of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal

@@ -4,8 +4,6 @@ What is drawn is valid by construction: limits that DDP accepts, graphs that run
 tensors.
 """
 
-from __future__ import annotations
-
 import operator
 from dataclasses import replace
 from typing import Any

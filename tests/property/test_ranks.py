@@ -3,8 +3,6 @@
 All ranks draw the same examples, and judge each of them together.
 """
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import Phase, given, seed, settings
 from hypothesis import strategies as st

@@ -3,8 +3,6 @@
 Each drawn graph is cut with all mutants that no earlier one has shown.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Fuzzing finds each defect that is put back into ddpopt, among the models that it draws in a minute."""
 
-from __future__ import annotations
-
 import re
 from itertools import islice
 from typing import Any

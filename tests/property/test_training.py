@@ -1,7 +1,5 @@
 """Training in any order of calls: a compiled DDP module is always where an eager one is, bit for bit."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from typing import Any

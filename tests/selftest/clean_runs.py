@@ -4,8 +4,6 @@ Every case as it is, with the backend that keeps eager's order; some under other
 that is judged by arithmetic; and a few with Inductor itself. Invariant: each is one that eager DDP can do.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any

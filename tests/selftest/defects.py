@@ -5,8 +5,6 @@ gradient. So plan and proof are mistaken together, and only what is computed can
 Invariant: nothing but the named kind of write, or of gradient, is treated otherwise.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ communication. Each fault is a small function that changes a running training, i
 Invariant: a fault changes nothing but the run that it is put into.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Faults in the partition: the stitched module is another program than the graph it was cut from."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

@@ -6,8 +6,6 @@ that it takes no Inductor to see it. Invariant: with the metadata of its own for
 aot_eager does.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager

@@ -1,7 +1,5 @@
 """Faults in the plan: the reducer's buckets differ from the plan's."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager

@@ -4,8 +4,6 @@ Invariant: parameters, their gradients and the loss are right in each of these f
 those alone finds nothing; but where a gradient lies in the wrong memory, its numbers are right too.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from functools import partial

@@ -5,8 +5,6 @@ once the broken code has run there. Invariant: a site is marked only after somet
 it would have without the fault.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager

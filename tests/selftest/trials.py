@@ -4,8 +4,6 @@ Invariant: a fault counts as found only if its broken code ran on every rank tha
 reported it whose business it is.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Callable, Iterator, Sequence

@@ -3,8 +3,6 @@
 Each backend is AOTAutograd's eager one behind an edit of the graph, so everything else is bit for bit right.
 """
 
-from __future__ import annotations
-
 import functools
 import operator
 import os

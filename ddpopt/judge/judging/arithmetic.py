@@ -8,8 +8,6 @@ Invariant: all zeros do not pass where the truth is more than noise, and a numbe
 only with a note.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Sequence

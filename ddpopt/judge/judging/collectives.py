@@ -3,8 +3,6 @@
 Each is a small function that yields the places where it does not hold.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 
 from ddpopt.judge.judging.evidence import Break, Broken, RunEvidence, unlike_first, words_of

@@ -3,8 +3,6 @@
 Invariant: a summary holds no tensors, so ranks can send it to each other.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

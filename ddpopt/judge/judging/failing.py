@@ -4,8 +4,6 @@ Plain data, without torch. Invariant: a failure that a longer limit might have p
 a mode.
 """
 
-from __future__ import annotations
-
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ Invariant: no value is moved beyond the next number of the dtype that it is comp
 `ddpopt.judge.judging.arithmetic.arithmetic_of` explains why such a run is as right as the original.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence

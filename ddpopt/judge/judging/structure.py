@@ -5,8 +5,6 @@ summary, which holds no tensors. All claims are checked, and all findings are ke
 judges how close two numbers are; None where the other side has a tensor is a finding.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any

@@ -8,8 +8,6 @@ Invariant: equal models give equal pieces, so a part means the same in every run
 that compiled autograd captures are equal only if the same parts of its forward are compiled.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 import sys

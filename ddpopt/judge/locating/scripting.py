@@ -5,8 +5,6 @@ appears. It counts as a reproduction only if, in a fresh interpreter, it exits w
 difference appears.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import re

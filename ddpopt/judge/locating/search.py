@@ -7,8 +7,6 @@ ranks is a result too: new ranks receive it and continue from there.
 Invariant: equal knowledge leads to equal tries, on every rank and in every process that continues the search.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from bisect import bisect_left

@@ -5,8 +5,6 @@ keeps nothing else from being written; stdout has only results; no text can end 
 page, and such a page stays far below GitHub's limit of 1 MiB.
 """
 
-from __future__ import annotations
-
 import html
 import os
 import sys

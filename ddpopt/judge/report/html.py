@@ -4,8 +4,6 @@ The page is the template `verdict.html.jinja`. Invariant: every name and every m
 page loads nothing, so that a verdict on an untrusted model can be opened safely.
 """
 
-from __future__ import annotations
-
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from ddpopt.explanation.tables import mib

@@ -3,8 +3,6 @@
 Invariant: wrong is a failure, broken an error, not possible a skip with its reason.
 """
 
-from __future__ import annotations
-
 import re
 
 from junitparser import Error, Failure, JUnitXml, Skipped, TestCase, TestSuite

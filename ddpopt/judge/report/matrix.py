@@ -4,8 +4,6 @@ This fits thousands of trials on a page, and lists a reason that many share only
 has a place in a grid, and every trial that is not ok belongs to exactly one reason.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping

@@ -4,8 +4,6 @@ One trial is shown in full; several as grids of marks, with the reasons that the
 the last line is the verdict, and nothing wrong goes unmentioned: omitted findings are counted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from ddpopt.explanation.tables import Column, Noted, mib, names, numbers, paragraph, table

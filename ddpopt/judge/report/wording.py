@@ -3,8 +3,6 @@
 Invariant: every word of a report can be reproduced from the verdict's JSON.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable

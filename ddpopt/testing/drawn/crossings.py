@@ -1,7 +1,5 @@
 """Blocks that are hard to cut: their values, or the state they set, cannot pass from piece to piece."""
 
-from __future__ import annotations
-
 from ddpopt.testing.drawn.registry import register_block
 from ddpopt.testing.drawn.writer import LAYER, Body, Writer
 

@@ -1,7 +1,5 @@
 """Blocks that mutate, draw random numbers, alias or break the graph, and those that only compute."""
 
-from __future__ import annotations
-
 from ddpopt.testing.drawn.registry import register_block
 from ddpopt.testing.drawn.writer import Body, Writer
 

@@ -1,7 +1,5 @@
 """How a drawn model takes inputs, returns outputs and is trained: the choices, and the source of each."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Blocks where a gradient's memory is shared: other code receives it, keeps it, or writes to it."""
 
-from __future__ import annotations
-
 from ddpopt.testing.drawn.registry import register_block
 from ddpopt.testing.drawn.writer import LAYER, Writer
 

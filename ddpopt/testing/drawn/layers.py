@@ -1,7 +1,5 @@
 """Blocks with layers: products, convolutions, norms, embeddings, attention, recurrence."""
 
-from __future__ import annotations
-
 from ddpopt.testing.drawn.registry import register_block
 from ddpopt.testing.drawn.writer import LAYER, Writer
 

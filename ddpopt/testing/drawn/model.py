@@ -5,8 +5,6 @@ The text can be pasted into a bug report and fully defines the model: the text i
 equal texts; and ``eval(repr(value)) == value``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property

@@ -1,7 +1,5 @@
 """The outputs that a model may return besides its last value."""
 
-from __future__ import annotations
-
 from ddpopt.testing.drawn.registry import register_block
 from ddpopt.testing.drawn.writer import Writer
 

@@ -1,7 +1,5 @@
 """Blocks about parameters: views, lists, empty, 0-d, complex and half-precision ones, parametrizations."""
 
-from __future__ import annotations
-
 from ddpopt.testing.drawn.registry import register_block
 from ddpopt.testing.drawn.writer import LAYER, Writer
 

@@ -4,8 +4,6 @@ Invariant: a program is its source and nothing else, so it can be sent to other 
 strategy that drew it or the blocks that wrote it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import linecache
 import sys

@@ -1,7 +1,5 @@
 """Blocks with a body: residuals, loops, submodules, autograd and autocast regions, checkpoints, branches."""
 
-from __future__ import annotations
-
 from ddpopt.testing.drawn.registry import register_block
 from ddpopt.testing.drawn.writer import LAYER, Body, Writer
 

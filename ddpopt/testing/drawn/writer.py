@@ -5,8 +5,6 @@ of the class whose forward reads it; and each trained parameter affects the last
 otherwise.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Callable, Iterator, Sequence

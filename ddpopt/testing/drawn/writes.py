@@ -4,8 +4,6 @@ Each takes a view, calls a layer, writes to the view's base, and reads the view 
 between the layers separates the view from the write.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from functools import partial
