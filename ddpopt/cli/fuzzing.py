@@ -4,8 +4,6 @@ Invariant: every argument is checked before a rank starts, and an interrupted ca
 summary.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import shlex
@@ -33,7 +31,7 @@ OWN = ("ddpopt-split", "ddpopt-inline")
 
 def planned(  # one for each option of the command line
     seed: int, mode: str | None, backend: str, nproc: int, without: str | None
-) -> CampaignPlan:
+) -> "CampaignPlan":
     """Check the arguments of a campaign.
 
     Args:
@@ -82,7 +80,7 @@ def _require_hypothesis() -> None:
 
 
 def fuzz(  # one for each option of the command line
-    plan: CampaignPlan,
+    plan: "CampaignPlan",
     minutes: float | None,
     examples: int | None,
     timeout_s: float,
@@ -131,7 +129,7 @@ def fuzz(  # one for each option of the command line
 
 
 def _tell(
-    campaign: Campaign, show_line: Callable[[str], None], features: int, new: tuple[FoundCase, ...]
+    campaign: "Campaign", show_line: Callable[[str], None], features: int, new: "tuple[FoundCase, ...]"
 ) -> None:
     """Show the results for a model."""
     from ddpopt.fuzz.text import progress_line

@@ -5,8 +5,6 @@ one order. Invariant: every number has a level, and everything that a step leave
 integers and counts, which `ddpopt.judge.judging.structure` compares directly.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -121,7 +119,7 @@ class Record:
     promised: Mapping[str, int] | None = None
     checkpoint: Any = None
 
-    def continued(self, other: Record) -> Record:
+    def continued(self, other: "Record") -> "Record":
         """This run and the one that went on from it."""
         counts = [*self.graphs_after, *(len(self.graphs) + count for count in other.graphs_after)]
         parts = ("steps", "graphs", "captures", "collectives", "elsewhere", "sent")

@@ -4,8 +4,6 @@ Invariant: all ranks take part in every collective of a reference, even if some 
 exchanged first.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc
@@ -277,7 +275,7 @@ class Reference:
         self.eager_peers = bench.peers(eager)
 
     @classmethod
-    def make(cls, bench: Bench) -> Reference | None:
+    def make(cls, bench: Bench) -> "Reference | None":
         """Run eager DDP twice, and the model alone.
 
         Returns:
