@@ -97,7 +97,7 @@ def mutated_inputs(node: fx.Node) -> tuple[fx.Node, ...]:
 
 def constructed_inputs(node: fx.Node) -> tuple[fx.Node, ...]:
     """The inputs that `node` certainly writes to, and neither reads in another way nor keeps for backward."""
-    name = _name(node.target)
+    name = name_of(node.target)
     if not is_known(node) or isinstance(node.target, HigherOrderOperator) or name in VERSION_NAMES:
         return ()
     forgets = name.strip("_") in FORGETTING_NAMES
@@ -118,7 +118,7 @@ def is_known(node: fx.Node) -> bool:
 
 def redescribes(node: fx.Node) -> bool:
     """Whether `node` changes a tensor's metadata: its shape, its strides, or whether it requires grad."""
-    return _name(node.target) in DESCRIBING_NAMES
+    return name_of(node.target) in DESCRIBING_NAMES
 
 
 def _nodes_of_bodies(node: fx.Node) -> Iterator[fx.Node]:
@@ -140,12 +140,12 @@ def _is_collective(node: fx.Node) -> bool:
 
 def is_detached_view(node: fx.Node) -> bool:
     """Whether `node` returns memory of its input that has its own gradient, if it has one."""
-    return _name(node.target) in ("detach", "_get_data_attr")
+    return name_of(node.target) in ("detach", "_get_data_attr")
 
 
 def detaches(node: fx.Node) -> bool:
     """Whether `node` detaches a tensor in place; the tensor's example value is detached from the start."""
-    return _name(node.target) == "detach_"
+    return name_of(node.target) == "detach_"
 
 
 # --- writes ------------------------------------------------------------------------------------------
@@ -248,20 +248,20 @@ def _signatures_of(target: Any) -> tuple[Signature, ...]:
     if isinstance(target, (OpOverload, OpOverloadPacket)):
         return tuple(map(_of_schema, _overloads(target)))
     if isinstance(target, (str, types.MethodDescriptorType, types.WrapperDescriptorType)):
-        return _of_method(_name(target))
+        return _of_method(name_of(target))
     if target in WRITING_OPERATORS:
         return (Signature(("a",), written=("a",)),)
     module = getattr(target, "__module__", None) or ""
     if isinstance(target, types.BuiltinFunctionType) and module.startswith("torch"):
-        known = _name(target) in KNOWN_BUILTINS or f"{module}.".startswith(KNOWN_PACKAGES)
-        return _of_operator(_name(target)) or (Signature(),) * known
+        known = name_of(target) in KNOWN_BUILTINS or f"{module}.".startswith(KNOWN_PACKAGES)
+        return _of_operator(name_of(target)) or (Signature(),) * known
     return (_of_function(target),) if callable(target) and _is_known(target) else ()
 
 
 def _of_schema(overload: OpOverload) -> Signature:
     arguments = overload._schema.arguments
     marked = (a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
-    unmarked = UNMARKED.get(_name(overload), ())
+    unmarked = UNMARKED.get(name_of(overload), ())
     names = tuple(a.name for a in arguments if not a.kwarg_only)
     defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
     return Signature(names, defaults, (*marked, *unmarked))
@@ -306,7 +306,7 @@ def _overloads(callee: OpOverload | OpOverloadPacket) -> tuple[OpOverload, ...]:
     )
 
 
-def _name(target: object) -> str:
+def name_of(target: object) -> str:
     """The name of a target; for an operator overload, the name of the operator."""
     if isinstance(target, OpOverload):
         target = target.overloadpacket
