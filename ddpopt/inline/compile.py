@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ddpopt.ddp.deferral import active_module
 from ddpopt.graph.artifacts import code_of, show
 from ddpopt.graph.nodes import CompilerFn, example_value, module_like, storages
-from ddpopt.graph.rewriting import copy_input
+from ddpopt.graph.rewriting import add_input, copy_input
 from ddpopt.inline.handover import Call, empty_token, lend
 from ddpopt.planning.facts import GraphFacts, Sources
 from ddpopt.planning.plan import Bucket
@@ -156,7 +156,7 @@ def _edited(
             copies[node] = copy_input(node, graph)
             if node in detached:
                 copies[node].meta["example_value"] = detached[node]
-    given = [_input(graph, f"token_{number}", token) for number, token in enumerate(tokens)]
+    given = [add_input(graph, f"token_{n}", {"example_value": token}) for n, token in enumerate(tokens)]
     for group, token, slots in zip(groups, given, positions, strict=True):
         read = [copies[node] for node in group]
         lent = graph.call_function(lend, (read, token, [*slots]))
@@ -168,10 +168,3 @@ def _edited(
         if node.op != "placeholder":
             copies[node] = graph.node_copy(node, copies.__getitem__)
     return module_like(gm, graph)
-
-
-def _input(graph: fx.Graph, name: str, value: Tensor) -> fx.Node:
-    node = graph.placeholder(name)
-    node.meta["example_value"] = value
-    node._dynamo_source = None  # AOTAutograd reads the source of each input
-    return node

@@ -48,9 +48,8 @@ def compile_segments(
         The callable, which runs the whole graph and returns a tuple; and the number of compilations.
     """
     compiled: dict[Hashable, Callable[..., Any]] = {}
-    values: dict[fx.Node, object] = dict(
-        zip(stitched.graph.find_nodes(op="placeholder"), example_inputs, strict=True)
-    )
+    placeholders = stitched.graph.find_nodes(op="placeholder")
+    values: dict[fx.Node, object] = dict(zip(placeholders, example_inputs, strict=True))
     calls = stitched.graph.find_nodes(op="call_module")
     for node, reason in zip(calls, reasons, strict=True):
         name = str(node.target)
@@ -125,9 +124,6 @@ def _own_floats(segment: fx.GraphModule) -> Iterator[None]:
     """
     mode = getattr(TracingContext.try_get(), "fake_mode", None)
     known: dict[Any, Any] = getattr(getattr(mode, "shape_env", None), "backed_var_to_val", {})
-    if not known:
-        yield
-        return
     bodies = [module for module in segment.modules() if isinstance(module, fx.GraphModule)]
     values = pytree.tree_leaves([example_value(node) for body in bodies for node in body.graph.nodes])
     scalars = [value for value in values if isinstance(value, SYMBOLIC)]
