@@ -23,7 +23,7 @@ from ddpopt.graph.artifacts import code_of, show
 from ddpopt.graph.nodes import CompilerFn, example_value, module_like, storages
 from ddpopt.graph.rewriting import add_input, copy_input
 from ddpopt.inline.handover import Call, empty_token, lend
-from ddpopt.planning.facts import GraphFacts, Sources
+from ddpopt.planning.facts import GraphFacts
 from ddpopt.planning.plan import Bucket
 
 
@@ -36,9 +36,7 @@ def lendable(gm: fx.GraphModule, facts: GraphFacts) -> list[fx.Node]:
     return [node for node in facts.sources if leaving.isdisjoint(storages(node))]
 
 
-def together(
-    lent: Sequence[fx.Node], sources: Sources, facts: GraphFacts, buckets: Sequence[Bucket]
-) -> list[list[fx.Node]]:
+def together(lent: Sequence[fx.Node], facts: GraphFacts, buckets: Sequence[Bucket]) -> list[list[fx.Node]]:
     """Group the parameters that are lent in one call, so that their gradients are handed over together.
 
     No bucket can leave before its last gradient is ready. So gradients that complete between the ends of two
@@ -47,8 +45,7 @@ def together(
 
     Args:
         lent: the placeholders of parameters whose gradients the graph completes.
-        sources: the parameter that each of them holds.
-        facts: where in the graph gradients become complete.
+        facts: the parameter that each of them holds, and where in the graph its gradient becomes complete.
         buckets: the buckets, in which gradients leave together.
 
     Returns:
@@ -57,7 +54,7 @@ def together(
     """
     uses = {use.spec.name: use for use in facts.params}
     bucket_of = {name: bucket.index for bucket in buckets for name in bucket.params}
-    names = {node: next(iter(sources[node].values())) for node in lent}
+    names = {node: next(iter(facts.sources[node].values())) for node in lent}
     held = {node: uses[name] for node, name in names.items() if name in bucket_of}
 
     def readiness(node: fx.Node) -> tuple[int, int, int]:
