@@ -83,8 +83,7 @@ def require_between_iterations(ddp: DistributedDataParallel) -> None:
     Raises:
         UsageError: one is in progress; the message says what to do first.
     """
-    problem = _under_way(ddp)
-    if problem:
+    if problem := _under_way(ddp):
         raise UsageError(f"the buckets cannot change now: {problem}")
 
 

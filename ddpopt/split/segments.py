@@ -13,6 +13,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import fx
@@ -107,11 +108,8 @@ def own_tracing_context() -> Iterator[None]:
     for name in ("fw_metadata", "aot_graph_name", "params_flat", "params_flat_unwrap_subclasses",
                  "params_unwrapped_to_flat_index", "output_strides", "ddp_optimizer_ctx"):  # fmt: skip
         setattr(child, name, None)
-    torch._guards._TLS.tracing_context = child
-    try:
+    with patch.object(torch._guards._TLS, "tracing_context", child):
         yield
-    finally:
-        torch._guards._TLS.tracing_context = parent
 
 
 @contextlib.contextmanager
