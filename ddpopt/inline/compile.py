@@ -26,6 +26,9 @@ from ddpopt.inline.handover import Call, empty_token, lend
 from ddpopt.planning.facts import GraphFacts
 from ddpopt.planning.plan import Bucket
 
+Groups = Sequence[Sequence[fx.Node]]
+"""The placeholders of parameters, by the call that hands their gradients over."""
+
 
 def lendable(gm: fx.GraphModule, facts: GraphFacts) -> list[fx.Node]:
     """The placeholders of parameters that the graph does not return.
@@ -77,7 +80,7 @@ def together(lent: Sequence[fx.Node], facts: GraphFacts, buckets: Sequence[Bucke
 def compile_inline(
     gm: fx.GraphModule,
     example_inputs: Sequence[object],
-    groups: Sequence[Sequence[fx.Node]],
+    groups: Groups,
     late: Container[fx.Node],
     compiler: CompilerFn,
 ) -> Callable[..., Any]:
@@ -101,7 +104,7 @@ def compile_inline(
     detached = {inputs[position]: _detached(example_inputs[position]) for position in flat}
     values = [detached.get(node, value) for node, value in zip(inputs, example_inputs, strict=True)]
     tokens = [empty_token(detached[group[0]]).requires_grad_() for group in groups]
-    edited = _edited(gm, groups, detached, tokens, positions)
+    edited = _edited(gm, groups, detached, tokens)
     show("ddpopt_inline_graph", code_of(edited))
     compiled = compiler(edited, [*values, *tokens])
     others = [place for place, node in enumerate(inputs) if node not in detached]
@@ -138,30 +141,26 @@ def _detached(value: Any) -> Tensor:
 
 
 def _edited(
-    gm: fx.GraphModule,
-    groups: Sequence[Sequence[fx.Node]],
-    detached: Mapping[fx.Node, Tensor],
-    tokens: Sequence[Tensor],
-    positions: Sequence[Sequence[int]],
+    gm: fx.GraphModule, groups: Groups, detached: Mapping[fx.Node, Tensor], tokens: Sequence[Tensor]
 ) -> fx.GraphModule:
     """`gm` with a call of `lend` for each group, which takes the detached parameters and the token."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    nodes = [*gm.graph.nodes]
-    for node in nodes:
-        if node.op == "placeholder":
-            copies[node] = copy_input(node, graph)
-            if node in detached:
-                copies[node].meta["example_value"] = detached[node]
+    slots: dict[fx.Node, int] = {}
+    for node in gm.graph.find_nodes(op="placeholder"):
+        slots[node] = len(slots)
+        copies[node] = copy_input(node, graph)
+        if node in detached:
+            copies[node].meta["example_value"] = detached[node]
     given = [add_input(graph, f"token_{n}", {"example_value": token}) for n, token in enumerate(tokens)]
-    for group, token, slots in zip(groups, given, positions, strict=True):
+    for group, token in zip(groups, given, strict=True):
         read = [copies[node] for node in group]
-        lent = graph.call_function(lend, (read, token, [*slots]))
+        lent = graph.call_function(lend, (read, token, [slots[node] for node in group]))
         lent.meta["example_value"] = tuple(map(example_value, group))
         for index, node in enumerate(group):
             copies[node] = graph.call_function(operator.getitem, (lent, index))
             copies[node].meta["example_value"] = example_value(node)
-    for node in nodes:
+    for node in gm.graph.nodes:
         if node.op != "placeholder":
             copies[node] = graph.node_copy(node, copies.__getitem__)
     return module_like(gm, graph)

@@ -154,7 +154,8 @@ def fake_copy(
         if isinstance(tensor, torch.Tensor):
             memo.setdefault(id(tensor), _fake(mode, tensor))
     # autograd nodes that a model holds, to keep hooks on them alive, are shared: they cannot be copied
-    with FakeCopyMode(mode), patch.dict(copyreg.dispatch_table, {accumulate_grad(): str}):
+    node = get_gradient_edge(torch.empty(0, requires_grad=True, device="cpu")).node  # torch exports no class
+    with FakeCopyMode(mode), patch.dict(copyreg.dispatch_table, {type(node): str}):
         try:
             copied = copy.deepcopy((inner, inputs, dict(kwargs)), memo)
         except TypeError as error:
@@ -163,11 +164,6 @@ def fake_copy(
                 "Give the object that cannot be copied a __deepcopy__, or attach it after planning."
             ) from error
     return mode, copied, {n: memo[id(p)] for n, p in model.named_parameters(remove_duplicate=False)}
-
-
-def accumulate_grad() -> type:
-    """The AccumulateGrad class, which torch does not export."""
-    return type(get_gradient_edge(torch.empty(0, requires_grad=True, device="cpu")).node)
 
 
 def _fake(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:

@@ -60,7 +60,9 @@ def compile_segments(
         key: Hashable = (signature(segment, inputs) if share else None) or object()
         if key not in compiled:
             if reason is not None:
-                segment.compile_subgraph_reason = _cut_reason(reason)  # type: ignore[assignment]
+                frame = traceback.FrameSummary(__file__, 0, "ddpopt")
+                why = f"ddpopt cuts here so that DDP can overlap: {reason}"
+                segment.compile_subgraph_reason = GraphCompileReason(why, [frame])  # type: ignore[assignment]
             write_code(segment)
             with own_tracing_context(), _own_floats(segment):
                 compiled[key] = compiler(segment, [_for_backend(value) for value in inputs])
@@ -134,8 +136,3 @@ def _own_floats(segment: fx.GraphModule) -> Iterator[None]:
         yield
     finally:
         known.update(hidden)
-
-
-def _cut_reason(reason: str) -> GraphCompileReason:
-    frame = traceback.FrameSummary(__file__, 0, "ddpopt")
-    return GraphCompileReason(f"ddpopt cuts here so that DDP can overlap: {reason}", [frame])
