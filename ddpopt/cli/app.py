@@ -221,19 +221,9 @@ def verify(  # noqa: PLR0913  # one for each option of the command line
 
     sizes = sizes_of(mesh)
     nproc = nproc if sizes is None else sizes[0] * sizes[1]
+    files, engines = tuple(report or ()), tuple(engine or ())
     verification = Verification(
-        nproc,
-        backend,
-        mode,
-        options,
-        steps,
-        timeout,
-        json,
-        tuple(report or ()),
-        dtype,
-        device,
-        sizes,
-        tuple(engine or ()),
+        nproc, backend, mode, options, steps, timeout, json, files, dtype, device, sizes, engines
     )
     raise typer.Exit(verification.of_target(target, given.ddp_arguments(ddp or ()), locate=locate))
 
@@ -256,16 +246,9 @@ def matrix(  # noqa: PLR0913  # one for each option of the command line
     """
     from ddpopt.cli.verification import Verification
 
+    mode, options, files = mode or "all", options or "all", tuple(report or ())
     verification = Verification(
-        nproc,
-        backend,
-        mode or "all",
-        options or "all",
-        steps,
-        timeout,
-        json,
-        tuple(report or ()),
-        engines=tuple(engine or ()),
+        nproc, backend, mode, options, steps, timeout, json, files, engines=tuple(engine or ())
     )
     raise typer.Exit(verification.of_matrix())
 

@@ -197,9 +197,7 @@ def left_behind(one: RecordedStep) -> dict[str, tuple[NumberKind, Tensor]]:
     Returns:
         Each number with what it depends on; gradients that are None are left out.
     """
-    found = {
-        name: (NumberKind.GRADIENT, tensor) for name, tensor in one.gradients.items() if tensor is not None
-    }
+    found = {name: (NumberKind.GRADIENT, g) for name, g in one.gradients.items() if g is not None}
     for name, value in seen(one).items():
         if isinstance(value, Tensor):
             found[name] = (_kind(one, name), value)
@@ -270,9 +268,8 @@ class Rules:
 
     def sums(self, kind: NumberKind, name: str) -> bool:
         """Whether a number is a gradient or computed from one, other than by the optimizer's own update."""
-        return kind is not NumberKind.FORWARD and (
-            kind is not NumberKind.PARAMETER or plain(name) in self.written
-        )
+        updated = kind is NumberKind.PARAMETER and plain(name) not in self.written
+        return kind is not NumberKind.FORWARD and not updated
 
     def levels(self, kind: NumberKind, name: str) -> tuple[str, ...]:
         """The levels that judge a number.
@@ -290,9 +287,8 @@ class Rules:
             return ("L0",)
         if plain(name) in self.unstable or name in self.resummed:
             return ("L2",)
-        if kind in (NumberKind.FORWARD, NumberKind.OWN) or (
-            kind is NumberKind.GRADIENT and name in self.ignored
-        ):
+        kept = kind is NumberKind.GRADIENT and name in self.ignored
+        if kept or kind in (NumberKind.FORWARD, NumberKind.OWN):
             return ("L0",) if self.exact else ("L2",)
         if kind is NumberKind.GRADIENT and self.exact and self.means:
             return ("L0", "L1") if self.ordered else ("L1",)
