@@ -123,9 +123,8 @@ def redescribes(node: fx.Node) -> bool:
 
 def _nodes_of_bodies(node: fx.Node) -> Iterator[fx.Node]:
     """The nodes of the bodies that a call is given, and of all graphs nested in them."""
-    bodies = (body for source in node.all_input_nodes if (body := _body(source)) is not None)
-    for part in (part for body in bodies for part in body.modules() if isinstance(part, fx.GraphModule)):
-        yield from part.graph.nodes
+    for part in (part for body in _bodies(node).values() for part in body.modules()):
+        yield from part.graph.nodes if isinstance(part, fx.GraphModule) else ()
 
 
 def communicates_in_backward(node: fx.Node) -> bool:
@@ -193,10 +192,10 @@ def _written_by_bodies(node: fx.Node) -> Iterator[fx.Node]:
 
     Yields all operands if there is no body, or if a body writes to a tensor that matches no operand.
     """
-    operands = [source for source in node.all_input_nodes if _body(source) is None]
-    bodies = [body for source in node.all_input_nodes if (body := _body(source)) is not None]
+    bodies = _bodies(node)
+    operands = [source for source in node.all_input_nodes if source not in bodies]
     outside = by_storage(operands)
-    for body in bodies:
+    for body in bodies.values():
         own = {key for inner in body.graph.nodes if inner.op not in SOURCES for key in storages(inner)}
         given = {key for inner in body.graph.nodes if inner.op in SOURCES for key in storages(inner)}
         for written in (source for inner in body.graph.nodes for source in mutated_inputs(inner)):
@@ -213,10 +212,10 @@ def _may_hold_tensor(node: fx.Node) -> bool:
     return example_value(node) is MISSING or bool(storages(node))
 
 
-def _body(node: fx.Node) -> fx.GraphModule | None:
-    """The graph module that an argument of a higher-order operator names, or None."""
-    attribute = _attribute(node) if node.op == "get_attr" else None
-    return attribute if isinstance(attribute, fx.GraphModule) else None
+def _bodies(node: fx.Node) -> dict[fx.Node, fx.GraphModule]:
+    """The graph modules that are arguments of a higher-order operator, by the nodes that name them."""
+    held = {source: _attribute(source) for source in node.all_input_nodes if source.op == "get_attr"}
+    return {source: body for source, body in held.items() if isinstance(body, fx.GraphModule)}
 
 
 def _attribute(node: fx.Node) -> object:

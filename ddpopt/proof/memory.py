@@ -146,8 +146,9 @@ def steps_taken_twice(evidence: Evidence) -> Iterator[ProgramStep]:
     """
     if not evidence.stitched.repeats:
         return
-    original = evidence.original
-    watched, redescribed = _written_families(original), _redescribed(original)
+    original, watched = evidence.original, _written_families(evidence.original)
+    steps = (step for step in original.program.steps if redescribes(step.node))
+    redescribed = {leaf for step in steps for leaf in step.written}
     for step in evidence.stitched.repeats:
         taken = original.terms[step.name], *step.given
         if not redescribed.isdisjoint(taken) or not _may_repeat(original, step, watched):
@@ -174,12 +175,6 @@ def _written_families(original: Original) -> set[Hashable]:
     """The storages that the steps write to."""
     written = (leaf for step in original.program.steps for leaf in step.written)
     return {family for leaf in written for family in _families(original, leaf)}
-
-
-def _redescribed(original: Original) -> set[Term]:
-    """The values that a step reshapes or detaches in place."""
-    steps = (step for step in original.program.steps if redescribes(step.node))
-    return {leaf for step in steps for leaf in step.written}
 
 
 def _no_grad_views(original: Original) -> set[Term]:
