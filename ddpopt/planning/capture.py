@@ -90,17 +90,15 @@ def capture(model: nn.Module, *inputs: Any, strategy: Strategy = "auto", **kwarg
         config, specs, model = BucketConfig.from_ddp(model), specs_from_ddp(model), model.module
     mode, fakes, copies = fake_copy(model, inputs, kwargs)
     known = ModelGraphs({id(copies[spec.name]): spec for spec in specs}, config)
-    with mode:
-        graphs = _traced(*fakes, known, strategy)
+    graphs = _traced(mode, fakes, known, strategy)
     planned = tuple(index for index, graph in enumerate(graphs) if graph.graph_plan in known.relevant())
     plan = known.joined() or join_plans((), specs, config)
     return Capture(specs, config, graphs, planned, plan)
 
 
-def _traced(
-    model: nn.Module, inputs: Sequence[Any], kwargs: dict[str, Any], known: ModelGraphs, strategy: Strategy
-) -> tuple[Planned, ...]:
-    """The graphs of a model on fake tensors, which are added to those that are `known`."""
+def _traced(mode: FakeTensorMode, fakes: Any, known: ModelGraphs, strategy: Strategy) -> tuple[Planned, ...]:
+    """The graphs of a model on arguments, which `fake_copy` made; they are added to those that are `known`."""
+    model, inputs, kwargs = fakes
     graphs: list[Planned] = []
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[object]) -> Callable[..., Any]:
@@ -113,7 +111,7 @@ def _traced(
 
     step = torch.compile(traced, backend=backend, **_isolated())  # type: ignore[call-overload]
     # torch logs the stack of an error that we name
-    with private_dynamo(), patch.object(log, "disabled", True):
+    with mode, private_dynamo(), patch.object(log, "disabled", True):
         try:
             step(*inputs, **kwargs)
         except Exception as error:

@@ -127,8 +127,10 @@ def _own_floats(segment: fx.GraphModule) -> Iterator[None]:
     bodies = [module for module in segment.modules() if isinstance(module, fx.GraphModule)]
     values = pytree.tree_leaves([example_value(node) for body in bodies for node in body.graph.nodes])
     scalars = [value for value in values if isinstance(value, SYMBOLIC)]
-    # the expression as traced: a number that a guard has fixed since has no symbols any more
-    read = {symbol for scalar in scalars for symbol in scalar.node._expr.free_symbols}
+    # the expression as traced: a number that a guard has fixed since has no symbols any more; a nested int's
+    # node has no expression
+    traced = (getattr(scalar.node, "_expr", None) for scalar in scalars)
+    read = {symbol for expression in traced for symbol in getattr(expression, "free_symbols", ())}
     hidden = {s: v for s, v in known.items() if symbol_is_type(s, SymT.FLOAT) and s not in read}
     for symbol in hidden:
         del known[symbol]
