@@ -97,7 +97,7 @@ def capture(model: nn.Module, *inputs: Any, strategy: Strategy = "auto", **kwarg
 
 
 def _traced(mode: FakeTensorMode, fakes: Any, known: ModelGraphs, strategy: Strategy) -> tuple[Planned, ...]:
-    """The graphs of a model on arguments, which `fake_copy` made; they are added to those that are `known`."""
+    """The graphs of a model that `fake_copy` made, with its arguments; they are added to the `known` ones."""
     model, inputs, kwargs = fakes
     graphs: list[Planned] = []
 

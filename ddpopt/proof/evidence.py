@@ -15,7 +15,7 @@ from ddpopt.graph.effects import detaches
 from ddpopt.graph.nodes import requires_grad, storages_of, tensors_in
 from ddpopt.planning.plan import Plan
 from ddpopt.proof.recompose import read_original, recompose
-from ddpopt.proof.steps import Original, Program, ProgramStep
+from ddpopt.proof.steps import GraphSteps, Original, ProgramStep
 from ddpopt.proof.terms import Held, Item, Made, Term, leaves
 
 
@@ -33,7 +33,7 @@ class Evidence:
 
     plan: Plan
     original: Original
-    stitched: Program
+    stitched: GraphSteps
     passing: Mapping[str, None]
     readers: Mapping[str, str]
 

@@ -16,7 +16,7 @@ from torch import fx
 
 from ddpopt.graph.nodes import MISSING, example_value, fetch
 from ddpopt.graph.state import ENTER_AUTOCAST, EXIT_AUTOCAST, GRAD_MODE
-from ddpopt.proof.steps import Crossing, OpenSpan, Original, Program, ProgramState, ProgramStep, example_of
+from ddpopt.proof.steps import Crossing, GraphSteps, OpenSpan, Original, ProgramState, ProgramStep, example_of
 from ddpopt.proof.terms import Copy, Group, Held, Item, Made, Term, Unknown, group, show
 
 CALLS = ("call_function", "call_method", "call_module")
@@ -27,12 +27,14 @@ def read_original(original: fx.GraphModule) -> Original:
     nodes = {node.name: node for node in original.graph.nodes}
     walk = _Walk(original, nodes, 0)
     walk.run([Made(node.name) for node in walk.inputs])
-    program = Program(tuple(walk.inputs), tuple(walk.steps), walk.result, {0: walk.state})
+    program = GraphSteps(tuple(walk.inputs), tuple(walk.steps), walk.result, {0: walk.state})
     terms = {node.name: term for node, term in walk.values.items()}
     return Original(program, nodes, terms, {step.name: step for step in walk.steps})
 
 
-def recompose(stitched: fx.GraphModule, original: Original, homes: Mapping[int, Container[str]]) -> Program:
+def recompose(
+    stitched: fx.GraphModule, original: Original, homes: Mapping[int, Container[str]]
+) -> GraphSteps:
     """Inline the segments of a stitched module again.
 
     Args:
@@ -50,7 +52,7 @@ def recompose(stitched: fx.GraphModule, original: Original, homes: Mapping[int, 
     for step in walk.steps:
         if step.name not in first or step.name in homes.get(step.segment, ()):
             first[step.name] = step
-    return Program(
+    return GraphSteps(
         inputs=tuple(walk.inputs),
         steps=tuple(step for step in walk.steps if first[step.name] is step),
         result=walk.result,

@@ -79,7 +79,7 @@ class Crossing(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Program:
+class GraphSteps:
     """A graph read as a program.
 
     Attributes:
@@ -116,7 +116,7 @@ class Original:
         steps: every step, by name.
     """
 
-    program: Program
+    program: GraphSteps
     nodes: Mapping[str, fx.Node]
     terms: Mapping[str, Term]
     steps: Mapping[str, ProgramStep]
