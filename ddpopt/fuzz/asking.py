@@ -40,9 +40,8 @@ def write_script(case: FoundCase, file: Path, limit_s: float) -> tuple[FoundCase
             if candidate is not case and not candidate.fails_so(answer_of(worker, candidate)):
                 continue
             write("--out", file, script_of(candidate, file.name))
-            if shows_in_fresh_interpreter(
-                file, candidate.setting.nproc, STARTING_S + 2 * limit_s, death=death
-            ):
+            all_s = STARTING_S + 2 * limit_s
+            if shows_in_fresh_interpreter(file, candidate.setting.nproc, all_s, death=death):
                 return candidate, True
     write("--out", file, script_of(case, file.name))
     return case, False

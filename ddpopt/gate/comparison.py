@@ -69,10 +69,8 @@ def _changes(path: tuple[str, ...], before: object, now: object) -> Iterator[Cha
 def _words(before: object, now: object) -> tuple[str, str]:
     """Both values as text; for two lists, the items that only one of them has."""
     if isinstance(before, list) and isinstance(now, list) and set(before) != set(now):
-        return (
-            names([entry for entry in before if entry not in now]),
-            names([entry for entry in now if entry not in before]),
-        )
+        gone = [entry for entry in before if entry not in now]
+        return names(gone), names([entry for entry in now if entry not in before])
     return _word(before, "absent"), _word(now, "missing")
 
 

@@ -17,6 +17,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+import cloudpickle
+
 from ddpopt.errors import UsageError
 from ddpopt.ranks.environment import own_rank, own_size
 from ddpopt.ranks.limits import Limits
@@ -95,8 +97,6 @@ class RankProcess:
         return grouped(timeout_s, seat, backend=backend or self._backend, limits=self._limits, send=send)
 
     def _run(self, file: Path, around: AbstractContextManager[Any]) -> None:
-        import cloudpickle
-
         # The first report counts: leaving the group may fail after the task has returned or raised.
         with around as given, self.telling_errors():
             self._limits.note("loading the task")
@@ -120,8 +120,6 @@ class RankProcess:
             raise
 
     def _say(self, kind: str, what: object) -> None:
-        import cloudpickle
-
         self._pipe.send_bytes(cloudpickle.dumps((kind, what)))
 
 
@@ -141,8 +139,6 @@ def main(pipe: "Connection[Any, Any]", stacks_name: str) -> None:
     stacks = Path(stacks_name).open("w")  # noqa: SIM115  # C code writes to it, at any moment from now on
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGTERM, stacks, all_threads=True, chain=True)
-    import cloudpickle
-
     with contextlib.suppress(BaseException):
         port, device, host = pipe.recv()
         process = RankProcess(pipe, port, device, stacks)
@@ -165,8 +161,6 @@ def pickled(value: object, what: str, advice: str) -> bytes:
     Raises:
         UsageError: the value cannot be pickled.
     """
-    import cloudpickle
-
     try:
         return bytes(cloudpickle.dumps(value))
     except Exception as error:

@@ -72,9 +72,8 @@ class Pools:
                 return lost(item, self._differences[needs.size])
             doing, limit_s = "", needs.limit_s
             following = nextitem.nodeid if nextitem and _size_for(nextitem) == needs.size else ""
-            texts: dict[int, str] = dict(
-                enumerate(pool.run(PooledRank.run, item.nodeid, following, limit_s=limit_s))
-            )
+            answers = pool.run(PooledRank.run, item.nodeid, following, limit_s=limit_s)
+            texts: dict[int, str] = dict(enumerate(answers))
             failures: dict[int, RankFailure] = {}
         except RanksFailed as failed:
             texts = {} if doing else failed.values

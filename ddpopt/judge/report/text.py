@@ -8,15 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from ddpopt.explanation.tables import Column, Noted, mib, names, numbers, paragraph, table
 from ddpopt.judge.report.matrix import Reason, matrix_text, overview
-from ddpopt.judge.report.wording import (
-    count_of,
-    headline,
-    level_name,
-    number,
-    script_outcome,
-    sentence,
-    worst_first,
-)
+from ddpopt.judge.report.wording import count_of, headline, level_name, number, outcome, sentence, worst_first
 from ddpopt.judge.verdict import Location, Measured, Trial, Verdict
 
 AT_MOST = 8
@@ -123,7 +115,7 @@ def _location(location: Location) -> str:
         lines.append("The smallest set of compiled segments that shows it:")
         lines += [indented(segment, "    ", "  - ") for segment in location.segments]
     if location.script:
-        lines.append(paragraph(f"Script: {location.script} ({script_outcome(location)})", "  "))
+        lines.append(paragraph(f"Script: {location.script} ({outcome(location)})", "  "))
     if location.note:
         lines.append(indented(location.note, "  ", ""))
     return "\n".join(lines)

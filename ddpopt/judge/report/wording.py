@@ -79,10 +79,10 @@ def sentence(finding: Finding) -> str:
     return f"{finding.message} ({', '.join(missing)})" if missing else finding.message
 
 
-def script_outcome(location: Location) -> str:
+def outcome(location: Location) -> str:
     """The outcome of running the reproduction script."""
-    outcome = "it shows the difference" if location.reproduces else "it did not show the difference"
-    return f"run in a fresh interpreter, {outcome}"
+    shows = "it shows the difference" if location.reproduces else "it did not show the difference"
+    return f"run in a fresh interpreter, {shows}"
 
 
 def worst_first(measured: Iterable[Measured]) -> list[Measured]:
