@@ -222,18 +222,18 @@ def verify(  # noqa: PLR0913  # one for each option of the command line
     sizes = sizes_of(mesh)
     nproc = nproc if sizes is None else sizes[0] * sizes[1]
     verification = Verification(
-        nproc,
-        backend,
-        mode,
-        options,
-        steps,
-        timeout,
-        json,
-        tuple(report or ()),
-        dtype,
-        device,
-        sizes,
-        tuple(engine or ()),
+        nproc=nproc,
+        backend=backend,
+        modes=mode,
+        options=options,
+        steps=steps,
+        timeout_s=timeout,
+        json=json,
+        reports=tuple(report or ()),
+        dtype=dtype,
+        device=device,
+        mesh=sizes,
+        engines=tuple(engine or ()),
     )
     raise typer.Exit(verification.of_target(target, given.ddp_arguments(ddp or ()), locate=locate))
 
@@ -257,14 +257,14 @@ def matrix(  # noqa: PLR0913  # one for each option of the command line
     from ddpopt.cli.verification import Verification
 
     verification = Verification(
-        nproc,
-        backend,
-        mode or "all",
-        options or "all",
-        steps,
-        timeout,
-        json,
-        tuple(report or ()),
+        nproc=nproc,
+        backend=backend,
+        modes=mode or "all",
+        options=options or "all",
+        steps=steps,
+        timeout_s=timeout,
+        json=json,
+        reports=tuple(report or ()),
         engines=tuple(engine or ()),
     )
     raise typer.Exit(verification.of_matrix())
