@@ -5,7 +5,7 @@ Each message says what was expected, what was found, where, and what to do next.
 """
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -18,6 +18,15 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """
     near = difflib.get_close_matches(name, list(known))
     return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+
+
+def numbered(noun: str, numbers: Sequence[int]) -> str:
+    """A noun with the numbers of what it means.
+
+    >>> numbered("rank", [0]), numbered("rank", [0, 2])
+    ('rank 0', 'ranks 0, 2')
+    """
+    return f"{noun}{'s' * (len(numbers) != 1)} {', '.join(map(str, numbers))}"
 
 
 class DdpoptError(Exception):

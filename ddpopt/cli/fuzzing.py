@@ -4,8 +4,6 @@ Invariant: every argument is checked before a rank starts, and an interrupted ca
 summary.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import shlex
@@ -33,7 +31,7 @@ OWN = ("ddpopt-split", "ddpopt-inline")
 
 def planned(  # one for each option of the command line
     seed: int, mode: str | None, backend: str, nproc: int, without: str | None
-) -> CampaignPlan:
+) -> "CampaignPlan":
     """Check the arguments of a campaign.
 
     Args:
@@ -64,16 +62,8 @@ def planned(  # one for each option of the command line
     backend_of(backend)
     left_out = chosen(without, sorted(known_features()), "--without")
     shard = int(os.environ.get("RANK") or 0)
-    return CampaignPlan(
-        seed,
-        shard,
-        modes,
-        backend,
-        nproc,
-        left_out,
-        torch.__version__.partition("+")[0],
-        fingerprint(Source(seed, shard, left_out)),
-    )
+    release, draws = torch.__version__.partition("+")[0], fingerprint(Source(seed, shard, left_out))
+    return CampaignPlan(seed, shard, modes, backend, nproc, left_out, release, draws)
 
 
 def _require_hypothesis() -> None:
@@ -82,7 +72,7 @@ def _require_hypothesis() -> None:
 
 
 def fuzz(  # one for each option of the command line
-    plan: CampaignPlan,
+    plan: "CampaignPlan",
     minutes: float | None,
     examples: int | None,
     timeout_s: float,
@@ -131,7 +121,7 @@ def fuzz(  # one for each option of the command line
 
 
 def _tell(
-    campaign: Campaign, show_line: Callable[[str], None], features: int, new: tuple[FoundCase, ...]
+    campaign: "Campaign", show_line: Callable[[str], None], features: int, new: "tuple[FoundCase, ...]"
 ) -> None:
     """Show the results for a model."""
     from ddpopt.fuzz.text import progress_line

@@ -1,23 +1,27 @@
-"""Comparing short texts between the ranks of a process group, with a clean failure when a rank is missing.
+"""Comparing texts, and plans, between the ranks of a process group; a missing rank is a clean failure.
 
 The texts are exchanged through the group's key-value store, not through a collective: a store has a timeout
 that leaves the group usable, works while other collectives are in flight (under ``join()``, or in the middle
 of a backward), and is the same for every backend.
 
 Invariant: of the ranks that return, all return the same texts; and either all ranks return or all of them
-raise. A rank that arrives after another one gave up learns of it and raises too.
+raise. A rank that arrives after another one gave up learns of it and raises too; a rank that fails before it
+has a plan tells the others, so that none waits for it.
 """
 
+import functools
 import hashlib
+import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from ddpopt.errors import InfrastructureError, NoAnswerError
+from ddpopt.errors import InfrastructureError, NoAnswerError, PlanMismatchError, numbered
+from ddpopt.planning.plan import Plan
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -29,6 +33,9 @@ EXPIRED = "expired"
 
 FIRST_PAUSE_S = 0.001
 LONGEST_PAUSE_S = 0.05
+
+SHOWN_BUCKETS = 8
+SHOWN_NAMES = 6
 
 
 def agree(
@@ -173,3 +180,98 @@ def _store_errors_named(what: str) -> Iterator[None]:
             f"{what}: the process group's key-value store failed ({error}). Usually this means that rank 0, "
             "which hosts it, has exited: check its log for the reason"
         ) from error
+
+
+# --- plans ------------------------------------------------------------------------------------------
+
+
+def exchange_plans(
+    process_group: dist.ProcessGroup, what: str, decide: Callable[[], Plan | None], timeout: timedelta
+) -> tuple[Plan | None, ...]:
+    """Decide on a plan, and get every other rank's decision.
+
+    Args:
+        process_group: the ranks; each must make this call.
+        what: a description of the comparison, for error messages.
+        decide: makes this rank's plan, or returns None if it has none.
+        timeout: how long to wait for the other ranks.
+
+    Returns:
+        The plan of each rank, in the order of the ranks in the group.
+
+    Raises:
+        PlanMismatchError: another rank's ``decide`` raised; the message repeats its error.
+        InfrastructureError: a rank did not answer in time.
+    """
+    what = in_group(what, process_group)
+    try:
+        plan = decide()
+    except Exception as error:
+        with suppress(InfrastructureError):  # the first error matters
+            announce(process_group, what, json.dumps({"problem": f"{type(error).__name__}: {error}"}))
+        raise
+    own = plan.to_json() if plan else None
+    read = functools.cache(json.loads)  # ranks nearly always agree, and reading a large plan takes time
+    ballots = [*map(read, agree(process_group, what, json.dumps({"plan": own}), timeout))]
+    problems = [f"rank {rank}: {b['problem']}" for rank, b in enumerate(ballots) if "problem" in b]
+    if problems:
+        raise PlanMismatchError(
+            f"{what}: another rank failed, so nothing was changed on this one:\n" + "\n".join(problems)
+        )
+    parse = functools.cache(Plan.from_json)
+    texts = [ballot["plan"] for ballot in ballots]
+    return tuple(plan if text == own else text and parse(text) for text in texts)
+
+
+def same_buckets(plans: Sequence[Plan | None]) -> bool:
+    """Whether all plans reduce the same parameters, in the same buckets, in the same order.
+
+    Args:
+        plans: one for each rank.
+
+    Returns:
+        True if they do; a rank without a plan differs from one that has one.
+    """
+    return len({_buckets(plan) for plan in plans}) == 1
+
+
+def plan_difference(plans: Sequence[Plan | None]) -> str:
+    """The difference between the ranks' plans, bucket by bucket.
+
+    Args:
+        plans: one for each rank.
+
+    Returns:
+        One line for each bucket that differs between ranks.
+    """
+    if None in plans:
+        without = [rank for rank, plan in enumerate(plans) if plan is None]
+        return f"  no plan on {numbered('rank', without)}, one on the others"
+    lines = list(_difference_lines([_buckets(plan) or () for plan in plans]))
+    if len(lines) > SHOWN_BUCKETS:
+        lines = [*lines[:SHOWN_BUCKETS], f"  and {len(lines) - SHOWN_BUCKETS} more buckets"]
+    return "\n".join(lines)
+
+
+def _buckets(plan: Plan | None) -> tuple[tuple[str, ...], ...] | None:
+    return None if plan is None else tuple(bucket.params for bucket in plan.buckets)
+
+
+def _difference_lines(buckets_of: Sequence[tuple[tuple[str, ...], ...]]) -> Iterator[str]:
+    for place in range(max(map(len, buckets_of))):
+        # Dictionaries, not sets: every rank prints the same text.
+        versions: dict[tuple[str, ...] | None, list[int]] = {}
+        for rank, buckets in enumerate(buckets_of):
+            versions.setdefault(buckets[place] if place < len(buckets) else None, []).append(rank)
+        if len(versions) > 1:
+            views = "; ".join(
+                f"{numbered('rank', ranks)}: {_names(params)}" for params, ranks in versions.items()
+            )
+            yield f"  bucket {place}: {views}"
+
+
+def _names(params: tuple[str, ...] | None) -> str:
+    if params is None:
+        return "no such bucket"
+    more = f", and {len(params) - SHOWN_NAMES} more" if len(params) > SHOWN_NAMES else ""
+    return ", ".join(params[:SHOWN_NAMES]) + more

@@ -30,13 +30,13 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
+from ddpopt.ddp.agreement import exchange_plans, plan_difference, same_buckets
 from ddpopt.ddp.fit import ACCUMULATES, accumulates, ddp_module, require_fit
-from ddpopt.ddp.plan_exchange import exchange_plans, plan_difference, same_buckets
 from ddpopt.ddp.reducer import WatchedLogger, install, outside_dynamo
 from ddpopt.errors import NoAnswerError, UnsupportedError
 from ddpopt.graph.artifacts import show
 from ddpopt.planning.plan import Plan
-from ddpopt.planning.reduced import as_built, running_reducer
+from ddpopt.planning.reduced import as_built, held_parameters, running_reducer
 
 log = logging.getLogger(__name__)
 
@@ -152,11 +152,9 @@ class Deferral:
         if accumulates(ddp):
             raise UnsupportedError(f"the buckets cannot change now: {ACCUMULATES}")
         with as_built(ddp):
-            parameters, _ = ddp._build_params_for_reducer()
-            nodes = [get_gradient_edge(parameter).node for parameter in parameters]
-        for node, parameter in zip(nodes, parameters, strict=True):
-            note = functools.partial(_note, self._used, weakref.ref(parameter))
-            self._noting.append(node.register_hook(note))
+            for parameter in held_parameters(ddp):
+                note = functools.partial(_note, self._used, weakref.ref(parameter))
+                self._noting.append(get_gradient_edge(parameter).node.register_hook(note))
 
     def arm(self) -> None:
         """Install the reducer's placeholder when a forward begins."""

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.ddp.engine import NO_TASK, task_id
-from ddpopt.errors import PlanMismatchError, UnsupportedError, UsageError
+from ddpopt.errors import PlanMismatchError, UnsupportedError, UsageError, numbered
 from ddpopt.planning.bucket_rule import ParamSpec, specs_from_ddp
 from ddpopt.planning.plan import Bucket, Plan
 
@@ -83,8 +83,7 @@ def require_between_iterations(ddp: DistributedDataParallel) -> None:
     Raises:
         UsageError: one is in progress; the message says what to do first.
     """
-    problem = _under_way(ddp)
-    if problem:
+    if problem := _under_way(ddp):
         raise UsageError(f"the buckets cannot change now: {problem}")
 
 
@@ -160,8 +159,7 @@ def _problems(ddp: DistributedDataParallel, plan: Plan) -> Iterator[str]:
 
 
 def _places(plan: Plan, name: str) -> str:
-    places = [str(place) for place, bucket in enumerate(plan.buckets) if name in bucket.params]
-    return f"bucket{'s' if len(places) > 1 else ''} {', '.join(places)}"
+    return numbered("bucket", [place for place, bucket in enumerate(plan.buckets) if name in bucket.params])
 
 
 def _what_it_is(ddp: Any, name: str) -> str:

@@ -13,10 +13,9 @@ from typing import Any
 
 from torch import nn
 
-from ddpopt.ddp.agreement import group_name, in_group
+from ddpopt.ddp.agreement import exchange_plans, group_name, in_group, plan_difference, same_buckets
 from ddpopt.ddp.deferral import ended_deferral
 from ddpopt.ddp.fit import ddp_module, ddp_within, require_between_iterations, require_fit
-from ddpopt.ddp.plan_exchange import exchange_plans, plan_difference, same_buckets
 from ddpopt.ddp.reducer import install
 from ddpopt.errors import PlanMismatchError
 from ddpopt.planning.plan import Plan

@@ -17,17 +17,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
+from torch.distributed import Reducer  # type: ignore[attr-defined]  # torch does not mark its re-exports
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.ddp.engine import NO_TASK, task_id
 from ddpopt.errors import HandOverError, UnsupportedError
 from ddpopt.graph.nodes import storages_of
 from ddpopt.planning.reduced import as_built, numbered_parameters, running_reducer
-
-c10d: Any = dist  # torch does not mark its re-exports
 
 
 class ReadyHooks:
@@ -86,7 +84,7 @@ class ReadyHooks:
             if not self._numbers:
                 return False
             # not PlannedReducer's method, which records that the user wants the reducer out of the backward
-            c10d.Reducer._remove_autograd_hooks(reducer)
+            Reducer._remove_autograd_hooks(reducer)
             self._taken_over = weakref.ref(reducer)
             self._buckets = set()
         return True

@@ -8,7 +8,7 @@ Invariant: one finding for each place and reason, in order of occurrence.
 
 import linecache
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from ddpopt.doctor.diagnosis import Advice, Weight
 from ddpopt.doctor.dynamo import Notes, is_machinery
@@ -22,6 +22,8 @@ _BRANCH = """Python branches on the value of a tensor
 _EMPTY_HINTS = ("file an issue", "report an issue", "may have been caused by an earlier", "fundamental")
 """Parts of Dynamo's hints that suggest no change of the model."""
 _DIVIDED = "The model is compiled as separate graphs before and after it"
+_HINT = "Hint: "
+_REWRITE = "Rewrite this line without the break, or move it out of the model's forward."
 
 
 def break_findings(notes: Notes) -> tuple[Advice, ...]:
@@ -70,16 +72,8 @@ def _finding(text: str, file: str, line: int, cost: str) -> Advice:
     reason, *lines = _title(text)
     code = linecache.getline(file, line).strip()
     what = f"Graph break at {file}:{line}: {reason}. {cost}."
-    steps = list(_hints(lines))[:2] or [
-        "Rewrite this line without the break, or move it out of the model's forward."
-    ]
+    hints = [line.removeprefix(_HINT) for line in lines if line.startswith(_HINT)]
+    steps = [hint for hint in hints if not any(part in hint for part in _EMPTY_HINTS)][:2] or [_REWRITE]
     links = [found[0] for each in lines if (found := _LINK.search(each))]
     steps += [f"See {links[0]}"] if links else []
     return Advice("graph break", Weight.SLOW, f"{what} The line: {code}" if code else what, " ".join(steps))
-
-
-def _hints(lines: Iterable[str]) -> Iterator[str]:
-    for line in lines:
-        hint = line.removeprefix("Hint: ")
-        if hint != line and not any(part in hint for part in _EMPTY_HINTS):
-            yield hint

@@ -3,8 +3,6 @@
 Invariant: no setting of torch, no generator and no process group is left changed; a failure is a result.
 """
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -64,7 +62,7 @@ def run_mode(case: Case, mode: str, ddp_kwargs: Mapping[str, Any], compiler: Any
 
 
 def _steps(
-    case: Case, wrap: Wrap, ddp_kwargs: Mapping[str, Any], compiler: Any, steps: range, notes: Notes
+    case: Case, wrap: "Wrap", ddp_kwargs: Mapping[str, Any], compiler: Any, steps: range, notes: Notes
 ) -> tuple[tuple[ObservedBucket, ...], str, int]:
     done = 0
     try:

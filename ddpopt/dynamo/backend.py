@@ -151,19 +151,17 @@ class DdpoptBackend:
                 defer(ddp, graphs.joined if graphs is not None and graphs.is_like(own) else own.joined)
 
     def _inline(self, planned: Planned, compiler: CompilerFn) -> Callable[..., Any]:
-        gm, plan, sources = planned.gm, planned.plan, planned.facts.sources
+        gm, plan, facts = planned.gm, planned.plan, planned.facts
         settled = planned.settled and self.buckets != "open"
         alone = settled and not ends_in_break(gm) and not planned.completed
         if len(plan.buckets) == 1 and alone:
             return _compile_whole("it has a single bucket", planned, compiler)
         completed = {name for segment in plan.segments for name in segment.params}
-        lent = [node for node in lendable(gm, planned.facts) if completed.issuperset(sources[node].values())]
-        groups = [[node] for node in lent]
-        if settled:
-            groups = together(lent, sources, planned.facts, plan.buckets)
+        lent = [node for node in lendable(gm, facts) if completed.issuperset(facts.sources[node].values())]
+        groups = together(lent, facts, plan.buckets) if settled else [[node] for node in lent]
         logger.info("ddpopt: %d buckets, one graph", len(plan.buckets))
         compiler = in_order(compiler) if is_inductor(self.compiler) else compiler
-        return compile_inline(gm, planned.example_inputs, groups, planned.facts.late, compiler)
+        return compile_inline(gm, planned.example_inputs, groups, facts.late, compiler)
 
     def _split(self, planned: Planned, compiler: CompilerFn, replayed: bool) -> Callable[..., Any]:
         gm, plan = planned.gm, planned.plan

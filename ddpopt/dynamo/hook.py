@@ -64,8 +64,6 @@ def _remove(choose: Chooser) -> None:
 @contextlib.contextmanager
 def replacing(choose: Chooser) -> Iterator[None]:
     """Like `install`, for the duration of a ``with`` block."""
-    remove = install(choose)
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(install(choose))
         yield
-    finally:
-        remove()

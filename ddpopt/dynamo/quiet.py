@@ -43,16 +43,13 @@ def compiling() -> Iterator[None]:
     # imported here: planning alone needs no AOTAutograd
     from torch._functorch._aot_autograd import collect_metadata_analysis
 
-    remembered: Any = collect_metadata_analysis
-    with gc_paused(), contextlib.ExitStack() as stack:
-        if hasattr(remembered, "ViewMetaSequence"):
-            stack.enter_context(patch.object(remembered, "ViewMetaSequence", _undamaged(remembered)))
+    name = "ViewMetaSequence"  # some releases of torch do not have it, and do not miss it
+    made = _undamaged(getattr(collect_metadata_analysis, name, None))
+    with gc_paused(), patch.object(collect_metadata_analysis, name, made, create=True):
         yield
 
 
-def _undamaged(remembered: Any) -> Any:
-    make = remembered.ViewMetaSequence
-
+def _undamaged(make: Any) -> Any:
     def made(tensor: torch.Tensor) -> Any:
         sequence = make(tensor)
         return None if any(type(meta).__name__ in _DAMAGED for meta in sequence.sequence) else sequence

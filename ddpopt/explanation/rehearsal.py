@@ -6,8 +6,6 @@ The engine works on fake tensors as on real ones, so the order is observed, not 
 Invariant: no weight is copied or changed, no hook is left, and the default generators are unchanged.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -63,7 +61,7 @@ class Rehearsal:
 
     @classmethod
     @contextlib.contextmanager
-    def of(cls, step: RehearsedStep, specs: Sequence[ParamSpec]) -> Iterator[Rehearsal]:
+    def of(cls, step: RehearsedStep, specs: Sequence[ParamSpec]) -> "Iterator[Rehearsal]":
         """Copy a step, and enter its fake mode and a Dynamo context without the caller's settings.
 
         Args:

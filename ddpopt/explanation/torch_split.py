@@ -10,8 +10,6 @@ Uses a private name of torch: ``torch._dynamo.backends.distributed.DDPOptimizer`
 ``size``, the bytes that the optimizer counted).
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -86,7 +84,7 @@ _call = torch._dynamo.disable(call, recursive=False)  # type: ignore[no-untyped-
 class _Run:
     """One execution of a segment."""
 
-    piece: _Piece
+    piece: "_Piece"
     inputs: tuple[Any, ...]
     went_back: bool = False
 

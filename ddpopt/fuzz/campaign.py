@@ -98,11 +98,8 @@ class Campaign:
             return None
         plan = self.plan
         origin = f"seed {plan.seed}, shard {plan.shard}, place {place}, draws {plan.draws}"
-        case = FoundCase(
-            *(model, answer.mode, setting),
-            *(answer.signature, answer.kind, answer.detail),
-            *(plan.torch, origin),
-        )
+        failure = answer.signature, answer.kind, answer.detail
+        case = FoundCase(model, answer.mode, setting, *failure, plan.torch, origin)
         if case.key in self.known:
             return None
         self.known.add(case.key)

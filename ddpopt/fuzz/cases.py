@@ -4,8 +4,6 @@ A case may come from another machine or a mail, so its model is parsed without r
 Invariant: ``FoundCase.from_json(case.to_json()) == case``, and equal failures have equal file names.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import json
@@ -100,7 +98,7 @@ class FoundCase:
         return json.dumps(data, indent=2)
 
     @staticmethod
-    def from_json(text: str, name: str = "the case") -> FoundCase:
+    def from_json(text: str, name: str = "the case") -> "FoundCase":
         """Read what `to_json` wrote.
 
         Args:
@@ -128,7 +126,7 @@ class FoundCase:
         return case
 
     @staticmethod
-    def read(file: Path) -> FoundCase:
+    def read(file: Path) -> "FoundCase":
         """Read a case file.
 
         Raises:

@@ -6,8 +6,6 @@ optimizer; if that differs only in last bits, a third check discounts rounding. 
 against a mode only if the backend is right, except for rounding.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
@@ -79,7 +77,7 @@ def forget_failures() -> None:
     autograd._saved_tensors_hooks_enable()
 
 
-def _answer(examination: _Examination, name: str) -> Answer:
+def _answer(examination: "_Examination", name: str) -> Answer:
     """Answer for one mode; verification reports failing runs, so an exception here is its own fault."""
     try:
         return examination.answer(name)

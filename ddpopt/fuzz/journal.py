@@ -4,8 +4,6 @@ It has one line of JSON for each model, written as soon as it is judged. Invaria
 function of its journal; a truncated last line is ignored.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -69,7 +67,7 @@ class Entry:
         return json.dumps(asdict(replace(self, answers=tuple(replace(a, detail="") for a in self.answers))))
 
     @staticmethod
-    def from_line(line: str) -> Entry:
+    def from_line(line: str) -> "Entry":
         """Read what `to_line` wrote."""
         data: dict[str, Any] = json.loads(line)
         answers = tuple(

@@ -184,12 +184,8 @@ def _without(steps: Steps, gone: int) -> Steps:
 
     Steps in bodies, outputs, and reads that wrap around keep their numbers.
     """
-
-    def nearer(place: int, back: int) -> int:
-        return back - (place - back <= gone < place)
-
     return tuple(
-        replace(each, reads=tuple(nearer(place, back) for back in each.reads))
+        replace(each, reads=tuple(back - (place - back <= gone < place) for back in each.reads))
         for place, each in enumerate(steps)
         if place != gone
     )

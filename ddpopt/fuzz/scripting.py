@@ -57,7 +57,7 @@ def script_of(case: FoundCase, name: str) -> str:
     imports, definitions = _definitions(case.model.source, whole=not alone)
     given: dict[str, Any] = {
         "headline": _headline(case),
-        "about": _about(case),
+        "about": [line.replace('"""', "'''").replace("\\", "/") for line in case.about.splitlines()],
         "torch_version": case.torch or torch.__version__,
         "ranks": case.setting.nproc,
         "compiler": repr(case.setting.backend),
@@ -74,27 +74,20 @@ def script_of(case: FoundCase, name: str) -> str:
         "steps": case.setting.steps,
     }
     if alone:
+        known = tail_factor(SAMPLES)  # one more error may exceed eager's own by so much
         given |= {
             "mode_of_ddp": case.owner_mode,
             "ddp_kwargs": dict(case.model.program.module.DDP_KWARGS),
             "learning_rate": LEARNING_RATE,
             "exact": not samples,
             "samples": samples,
-            **_factors(),
+            "factor": round(known, 1),
+            "centered_factor": round(centered_factor(SAMPLES), 1),
+            "credible": round(CREDIBLE * known),
         }
     else:
         given |= {"name": case.stem, "mode": case.owner_mode, "training": case.model.training}
     return rendered("model.jinja" if alone else "judged.jinja", given, "fuzz/scripts")
-
-
-def _factors() -> dict[str, float]:
-    """The factors by which one more error may exceed eager's own, for scripts that judge by them."""
-    known, unknown = tail_factor(SAMPLES), centered_factor(SAMPLES)
-    return {
-        "factor": round(known, 1),
-        "centered_factor": round(unknown, 1),
-        "credible": round(CREDIBLE * known),
-    }
 
 
 def _headline(case: FoundCase) -> str:
@@ -112,10 +105,6 @@ def _headline(case: FoundCase) -> str:
         case "L3":
             return f"{who} breaks a rule: {case.signature.what}."
     return f"{who} does not compute what eager DDP computes ({case.signature.what})."
-
-
-def _about(case: FoundCase) -> list[str]:
-    return [line.replace('"""', "'''").replace("\\", "/") for line in case.about.splitlines()]
 
 
 def _imports(symptom: str, alone: bool, samples: bool, ranks: int) -> list[str]:

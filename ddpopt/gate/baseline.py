@@ -6,8 +6,6 @@ were measured with. A file may hold figures for several.
 Invariant: equal figures give equal text, keys sorted, so a diff shows only what changed.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -84,7 +82,7 @@ class Baseline:
             )
         return self.measured[release]
 
-    def with_figures(self, release: str, figures: Figures) -> Baseline:
+    def with_figures(self, release: str, figures: Figures) -> "Baseline":
         """The baseline with new figures for one release; those of other releases stay."""
         return replace(self, measured={**self.measured, release: figures})
 

@@ -7,8 +7,6 @@ leaves.
 Invariant: even if a mode fails, all ranks take part in the same collectives and return the same figures.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import warnings
@@ -113,7 +111,7 @@ def _mode_figures(
 
 
 def _of_mode(
-    how: Engine, reference: Reference, backend: Any, eager: _Overlap, case: Case, ranks: Ranks
+    how: Engine, reference: Reference, backend: Any, eager: "_Overlap", case: Case, ranks: Ranks
 ) -> dict[str, Figure]:
     trainers: list[Trainer] = []
     trial = judge(reference, how, backend, tamper=trainers.append, exact=backend in EXACT)

@@ -97,7 +97,7 @@ def mutated_inputs(node: fx.Node) -> tuple[fx.Node, ...]:
 
 def constructed_inputs(node: fx.Node) -> tuple[fx.Node, ...]:
     """The inputs that `node` certainly writes to, and neither reads in another way nor keeps for backward."""
-    name = _name(node.target)
+    name = name_of(node.target)
     if not is_known(node) or isinstance(node.target, HigherOrderOperator) or name in VERSION_NAMES:
         return ()
     forgets = name.strip("_") in FORGETTING_NAMES
@@ -118,14 +118,13 @@ def is_known(node: fx.Node) -> bool:
 
 def redescribes(node: fx.Node) -> bool:
     """Whether `node` changes a tensor's metadata: its shape, its strides, or whether it requires grad."""
-    return _name(node.target) in DESCRIBING_NAMES
+    return name_of(node.target) in DESCRIBING_NAMES
 
 
 def _nodes_of_bodies(node: fx.Node) -> Iterator[fx.Node]:
     """The nodes of the bodies that a call is given, and of all graphs nested in them."""
-    bodies = (body for source in node.all_input_nodes if (body := _body(source)) is not None)
-    for part in (part for body in bodies for part in body.modules() if isinstance(part, fx.GraphModule)):
-        yield from part.graph.nodes
+    for part in (part for body in _bodies(node).values() for part in body.modules()):
+        yield from part.graph.nodes if isinstance(part, fx.GraphModule) else ()
 
 
 def communicates_in_backward(node: fx.Node) -> bool:
@@ -140,12 +139,12 @@ def _is_collective(node: fx.Node) -> bool:
 
 def is_detached_view(node: fx.Node) -> bool:
     """Whether `node` returns memory of its input that has its own gradient, if it has one."""
-    return _name(node.target) in ("detach", "_get_data_attr")
+    return name_of(node.target) in ("detach", "_get_data_attr")
 
 
 def detaches(node: fx.Node) -> bool:
     """Whether `node` detaches a tensor in place; the tensor's example value is detached from the start."""
-    return _name(node.target) == "detach_"
+    return name_of(node.target) == "detach_"
 
 
 # --- writes ------------------------------------------------------------------------------------------
@@ -193,10 +192,10 @@ def _written_by_bodies(node: fx.Node) -> Iterator[fx.Node]:
 
     Yields all operands if there is no body, or if a body writes to a tensor that matches no operand.
     """
-    operands = [source for source in node.all_input_nodes if _body(source) is None]
-    bodies = [body for source in node.all_input_nodes if (body := _body(source)) is not None]
+    bodies = _bodies(node)
+    operands = [source for source in node.all_input_nodes if source not in bodies]
     outside = by_storage(operands)
-    for body in bodies:
+    for body in bodies.values():
         own = {key for inner in body.graph.nodes if inner.op not in SOURCES for key in storages(inner)}
         given = {key for inner in body.graph.nodes if inner.op in SOURCES for key in storages(inner)}
         for written in (source for inner in body.graph.nodes for source in mutated_inputs(inner)):
@@ -213,10 +212,10 @@ def _may_hold_tensor(node: fx.Node) -> bool:
     return example_value(node) is MISSING or bool(storages(node))
 
 
-def _body(node: fx.Node) -> fx.GraphModule | None:
-    """The graph module that an argument of a higher-order operator names, or None."""
-    attribute = _attribute(node) if node.op == "get_attr" else None
-    return attribute if isinstance(attribute, fx.GraphModule) else None
+def _bodies(node: fx.Node) -> dict[fx.Node, fx.GraphModule]:
+    """The graph modules that are arguments of a higher-order operator, by the nodes that name them."""
+    held = {source: _attribute(source) for source in node.all_input_nodes if source.op == "get_attr"}
+    return {source: body for source, body in held.items() if isinstance(body, fx.GraphModule)}
 
 
 def _attribute(node: fx.Node) -> object:
@@ -248,20 +247,20 @@ def _signatures_of(target: Any) -> tuple[Signature, ...]:
     if isinstance(target, (OpOverload, OpOverloadPacket)):
         return tuple(map(_of_schema, _overloads(target)))
     if isinstance(target, (str, types.MethodDescriptorType, types.WrapperDescriptorType)):
-        return _of_method(_name(target))
+        return _of_method(name_of(target))
     if target in WRITING_OPERATORS:
         return (Signature(("a",), written=("a",)),)
     module = getattr(target, "__module__", None) or ""
     if isinstance(target, types.BuiltinFunctionType) and module.startswith("torch"):
-        known = _name(target) in KNOWN_BUILTINS or f"{module}.".startswith(KNOWN_PACKAGES)
-        return _of_operator(_name(target)) or (Signature(),) * known
+        known = name_of(target) in KNOWN_BUILTINS or f"{module}.".startswith(KNOWN_PACKAGES)
+        return _of_operator(name_of(target)) or (Signature(),) * known
     return (_of_function(target),) if callable(target) and _is_known(target) else ()
 
 
 def _of_schema(overload: OpOverload) -> Signature:
     arguments = overload._schema.arguments
     marked = (a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
-    unmarked = UNMARKED.get(_name(overload), ())
+    unmarked = UNMARKED.get(name_of(overload), ())
     names = tuple(a.name for a in arguments if not a.kwarg_only)
     defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
     return Signature(names, defaults, (*marked, *unmarked))
@@ -306,7 +305,7 @@ def _overloads(callee: OpOverload | OpOverloadPacket) -> tuple[OpOverload, ...]:
     )
 
 
-def _name(target: object) -> str:
+def name_of(target: object) -> str:
     """The name of a target; for an operator overload, the name of the operator."""
     if isinstance(target, OpOverload):
         target = target.overloadpacket

@@ -143,7 +143,7 @@ def read_storages(node: fx.Node) -> dict[int, None]:
     return {key: None for source in node.all_input_nodes for key in storages(source)}
 
 
-def is_uncrossable_number(node: fx.Node) -> bool:
+def is_scalar(node: fx.Node) -> bool:
     """Whether the value of a node is a symbolic float or bool.
 
     AOTAutograd does not accept these as inputs of a graph with a backward, but it accepts what they are

@@ -18,6 +18,14 @@ Write = Callable[[fx.Node, fx.Graph, Copies], Argument]
 """Adds the replacement of a node to a graph, given the copies of earlier nodes; returns its value there."""
 
 
+def add_input(graph: fx.Graph, name: str, meta: Mapping[str, Any], of: fx.Node | None = None) -> fx.Node:
+    """Add a placeholder; it has the Dynamo source of the node `of`, if that has one."""
+    added = graph.placeholder(name)
+    added.meta = dict(meta)
+    added._dynamo_source = getattr(of, "_dynamo_source", None)  # AOTAutograd reads it on every input
+    return added
+
+
 def copy_input(node: fx.Node, graph: fx.Graph) -> fx.Node:
     """Copy a placeholder with its Dynamo source, which AOTAutograd reads."""
     copied = graph.node_copy(node)

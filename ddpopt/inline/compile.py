@@ -21,10 +21,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ddpopt.ddp.deferral import active_module
 from ddpopt.graph.artifacts import code_of, show
 from ddpopt.graph.nodes import CompilerFn, example_value, module_like, storages
-from ddpopt.graph.rewriting import copy_input
+from ddpopt.graph.rewriting import add_input, copy_input
 from ddpopt.inline.handover import Call, empty_token, lend
-from ddpopt.planning.facts import GraphFacts, Sources
+from ddpopt.planning.facts import GraphFacts
 from ddpopt.planning.plan import Bucket
+
+Groups = Sequence[Sequence[fx.Node]]
+"""The placeholders of parameters, by the call that hands their gradients over."""
 
 
 def lendable(gm: fx.GraphModule, facts: GraphFacts) -> list[fx.Node]:
@@ -36,9 +39,7 @@ def lendable(gm: fx.GraphModule, facts: GraphFacts) -> list[fx.Node]:
     return [node for node in facts.sources if leaving.isdisjoint(storages(node))]
 
 
-def together(
-    lent: Sequence[fx.Node], sources: Sources, facts: GraphFacts, buckets: Sequence[Bucket]
-) -> list[list[fx.Node]]:
+def together(lent: Sequence[fx.Node], facts: GraphFacts, buckets: Sequence[Bucket]) -> list[list[fx.Node]]:
     """Group the parameters that are lent in one call, so that their gradients are handed over together.
 
     No bucket can leave before its last gradient is ready. So gradients that complete between the ends of two
@@ -47,8 +48,7 @@ def together(
 
     Args:
         lent: the placeholders of parameters whose gradients the graph completes.
-        sources: the parameter that each of them holds.
-        facts: where in the graph gradients become complete.
+        facts: the parameter that each of them holds, and where in the graph its gradient becomes complete.
         buckets: the buckets, in which gradients leave together.
 
     Returns:
@@ -57,7 +57,7 @@ def together(
     """
     uses = {use.spec.name: use for use in facts.params}
     bucket_of = {name: bucket.index for bucket in buckets for name in bucket.params}
-    names = {node: next(iter(sources[node].values())) for node in lent}
+    names = {node: next(iter(facts.sources[node].values())) for node in lent}
     held = {node: uses[name] for node, name in names.items() if name in bucket_of}
 
     def readiness(node: fx.Node) -> tuple[int, int, int]:
@@ -80,7 +80,7 @@ def together(
 def compile_inline(
     gm: fx.GraphModule,
     example_inputs: Sequence[object],
-    groups: Sequence[Sequence[fx.Node]],
+    groups: Groups,
     late: Container[fx.Node],
     compiler: CompilerFn,
 ) -> Callable[..., Any]:
@@ -104,7 +104,7 @@ def compile_inline(
     detached = {inputs[position]: _detached(example_inputs[position]) for position in flat}
     values = [detached.get(node, value) for node, value in zip(inputs, example_inputs, strict=True)]
     tokens = [empty_token(detached[group[0]]).requires_grad_() for group in groups]
-    edited = _edited(gm, groups, detached, tokens, positions)
+    edited = _edited(gm, groups, detached, tokens)
     show("ddpopt_inline_graph", code_of(edited))
     compiled = compiler(edited, [*values, *tokens])
     others = [place for place, node in enumerate(inputs) if node not in detached]
@@ -141,37 +141,26 @@ def _detached(value: Any) -> Tensor:
 
 
 def _edited(
-    gm: fx.GraphModule,
-    groups: Sequence[Sequence[fx.Node]],
-    detached: Mapping[fx.Node, Tensor],
-    tokens: Sequence[Tensor],
-    positions: Sequence[Sequence[int]],
+    gm: fx.GraphModule, groups: Groups, detached: Mapping[fx.Node, Tensor], tokens: Sequence[Tensor]
 ) -> fx.GraphModule:
     """`gm` with a call of `lend` for each group, which takes the detached parameters and the token."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    nodes = [*gm.graph.nodes]
-    for node in nodes:
-        if node.op == "placeholder":
-            copies[node] = copy_input(node, graph)
-            if node in detached:
-                copies[node].meta["example_value"] = detached[node]
-    given = [_input(graph, f"token_{number}", token) for number, token in enumerate(tokens)]
-    for group, token, slots in zip(groups, given, positions, strict=True):
+    slots: dict[fx.Node, int] = {}
+    for node in gm.graph.find_nodes(op="placeholder"):
+        slots[node] = len(slots)
+        copies[node] = copy_input(node, graph)
+        if node in detached:
+            copies[node].meta["example_value"] = detached[node]
+    given = [add_input(graph, f"token_{n}", {"example_value": token}) for n, token in enumerate(tokens)]
+    for group, token in zip(groups, given, strict=True):
         read = [copies[node] for node in group]
-        lent = graph.call_function(lend, (read, token, [*slots]))
+        lent = graph.call_function(lend, (read, token, [slots[node] for node in group]))
         lent.meta["example_value"] = tuple(map(example_value, group))
         for index, node in enumerate(group):
             copies[node] = graph.call_function(operator.getitem, (lent, index))
             copies[node].meta["example_value"] = example_value(node)
-    for node in nodes:
+    for node in gm.graph.nodes:
         if node.op != "placeholder":
             copies[node] = graph.node_copy(node, copies.__getitem__)
     return module_like(gm, graph)
-
-
-def _input(graph: fx.Graph, name: str, value: Tensor) -> fx.Node:
-    node = graph.placeholder(name)
-    node.meta["example_value"] = value
-    node._dynamo_source = None  # AOTAutograd reads the source of each input
-    return node

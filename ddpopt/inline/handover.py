@@ -28,11 +28,12 @@ Invariant: each gradient reaches its parameter exactly once, in memory that noth
 unless the compiler of the backward has proved that its code no longer uses that memory.
 """
 
-import contextlib
 import functools
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.fx.traceback as fx_traceback
@@ -228,26 +229,15 @@ def _renamed(parameter: Tensor) -> Tensor:
     return parameter.detach()
 
 
-@contextlib.contextmanager
-def _kept_in_backward() -> Iterator[None]:
+def _kept_in_backward() -> AbstractContextManager[Any]:
     """Mark what is traced here as part of the backward, even if it does not depend on the loss.
 
     AOTAutograd moves to forward whatever can be computed there, except nodes with this mark, which is
     private in torch 2.13.
     """
     if not fx_traceback.has_preserved_node_meta():
-        yield
-        return
-    meta: dict[str, Any] = fx_traceback.current_meta
-    before = meta.get(_PARTITION)
-    meta[_PARTITION] = "must_be_in_backward"
-    try:
-        yield
-    finally:
-        meta[_PARTITION] = before
-
-
-_PARTITION = "partitioner_tag"
+        return nullcontext()
+    return patch.dict(fx_traceback.current_meta, partitioner_tag="must_be_in_backward")
 
 
 def lend(parameters: Sequence[Tensor], token: Tensor, slots: Sequence[int]) -> tuple[Tensor, ...]:
@@ -310,10 +300,6 @@ def _hand_over_batched(gradients: Sequence[Tensor], slots: Sequence[int], treatm
     return hand_over(gradients, slots, [LATE] * len(treatment))
 
 
-def _hand_over_fake(gradients: Sequence[Tensor], _slots: Sequence[int], _treatment: Sequence[int]) -> Tensor:
-    return empty_token(gradients[0])
-
-
 def _owners(tensors: Sequence[Tensor]) -> list[int]:
     """The operator ``ddpopt::owners``: count the references to the only tensor in its list.
 
@@ -356,4 +342,4 @@ _library.impl("owners", _owners, "CompositeExplicitAutograd")
 _library.impl("hand_over", hand_over, "CompositeExplicitAutograd")
 for _batched in ("Batched", "FuncTorchBatched"):
     _library.impl("hand_over", _hand_over_batched, _batched)
-torch.library.register_fake("ddpopt::hand_over", _hand_over_fake, lib=_library)
+torch.library.register_fake("ddpopt::hand_over", lambda given, *_: empty_token(given[0]), lib=_library)

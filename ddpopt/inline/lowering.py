@@ -48,12 +48,8 @@ class _HandOver(ir.FallbackKernel):
 
 def _last_used(names: Sequence[str], last_usage: Iterable[str]) -> set[str]:
     """Inductor's own buffers that a call uses once, as their last user."""
-    foreign = (V.graph.graph_inputs, V.graph.constants)
-    return {
-        name
-        for name, count in Counter(names).items()
-        if count == 1 and name in last_usage and not any(name in held for held in foreign)
-    }
+    once = {name for name, count in Counter(names).items() if count == 1}
+    return once.intersection(last_usage).difference(V.graph.graph_inputs, V.graph.constants)
 
 
 class _Program:

@@ -4,8 +4,6 @@ Invariant: nothing outlives the ``with`` block of `Engine.running`, neither a Dy
 frame, and what an engine keeps of a run is on a copy of its own.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping
@@ -204,7 +202,7 @@ class Engine:
 
     def prepared(
         self, model: nn.Module, group: dist.ProcessGroup, backend: Any, ddp_kwargs: Mapping[str, Any]
-    ) -> Engine:
+    ) -> "Engine":
         """Make a model data-parallel in a copy of this engine, and return that; raises UsageError."""
         run = copy.copy(self)
         run.model, run.group, run.backend, run.ddp_kwargs = model, group, backend, ddp_kwargs

@@ -206,12 +206,8 @@ def _loaded(point: EntryPoint) -> Any:
 
 def mode_of(strategy: str) -> str:
     """Name the mode that runs a strategy: ``inline`` and ``auto`` differ only in what is logged."""
-    modes = {
-        "split": "ddpopt-split",
-        "inline": "ddpopt-inline",
-        "auto": "ddpopt-inline",
-        "step": "ddpopt-step",
-    }
+    strategies = ("split", "inline", "auto", "step")
+    modes = {each: f"ddpopt-{'inline' if each == 'auto' else each}" for each in strategies}
     return named(strategy, modes, "strategy")
 
 

@@ -109,21 +109,18 @@ def repeated(record: Record, recipe: Recipe | None) -> list[Named]:
     names = [name for name in record.steps[0].gradients if name in record.start] if record.steps else []
     engine = Engine()
     engine.model = nn.ParameterList(record.start[name].clone() for name in names)
+    parameters = [*engine.model.parameters()]
     scales = recipe is not None and recipe.scales
     updates = Updates(replace(recipe, scales=False) if recipe else None, engine)
     found = []
     for start, step in zip(record.starts, record.steps, strict=False):
-        for name, parameter in zip(names, engine.model.parameters(), strict=True):
-            parameter.data, gradient = start[name].clone(), step.taken.get(name)
-            fits = gradient is not None and (gradient.shape, gradient.dtype) == (
-                start[name].shape,
-                start[name].dtype,
-            )
-            parameter.grad = gradient.clone() if gradient is not None and fits else None
-        gradients = [p.grad for p in engine.model.parameters() if p.grad is not None]
+        for name, parameter in zip(names, parameters, strict=True):
+            data, gradient = start[name].clone(), step.taken.get(name)
+            if gradient is not None and (gradient.shape, gradient.dtype) != (data.shape, data.dtype):
+                gradient = None
+            parameter.data, parameter.grad = data, None if gradient is None else gradient.clone()
+        gradients = [p.grad for p in parameters if p.grad is not None]
         if not scales or all(bool(dense(gradient).isfinite().all()) for gradient in gradients):
             updates.step()
-        found.append(
-            {name: p.detach().clone() for name, p in zip(names, engine.model.parameters(), strict=True)}
-        )
+        found.append({name: p.detach().clone() for name, p in zip(names, parameters, strict=True)})
     return found

@@ -147,9 +147,8 @@ def form_of(tensor: Tensor, with_strides: bool = True) -> str:
         strides = f", strides {tuple(used)}"
     needs = ", requires grad" if tensor.requires_grad else ""
     # in inference mode, compiled code does not always return inference tensors
-    inference = (
-        ", of inference mode" if tensor.is_inference() and not torch.is_inference_mode_enabled() else ""
-    )
+    foreign = tensor.is_inference() and not torch.is_inference_mode_enabled()
+    inference = ", of inference mode" if foreign else ""
     return f"{tensor.dtype} {tuple(tensor.shape)}{strides} on {tensor.device}{layout}{needs}{inference}"
 
 
@@ -290,12 +289,8 @@ class Sight:
         )
         now = _generators()
         drawn = ", ".join(name for name, state in self._generators.items() if now[name] != state)
-        return {
-            "state of torch's settings": (
-                f"{words}, training {training}, anomaly detection {torch.is_anomaly_enabled()}"
-            ),
-            "use of other generators": drawn or "none",
-        }
+        words += f", training {training}, anomaly detection {torch.is_anomaly_enabled()}"
+        return {"state of torch's settings": words, "use of other generators": drawn or "none"}
 
     def memory(self) -> tuple[Pairs, tuple[str, ...]]:
         """Return what shares memory, and which results kept from the last step were written since."""

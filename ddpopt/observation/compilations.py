@@ -31,8 +31,7 @@ class Compilations:
             handler.remove_start_callback(self._started)
             handler.remove_end_callback(self._ended)
 
-    def _started(self, arguments: Any) -> None:
-        del arguments
+    def _started(self, _: Any) -> None:
         self._count_at_start = self._count()
 
     def _ended(self, arguments: Any) -> None:

@@ -71,6 +71,8 @@ def plan(model: nn.Module, *inputs: Any, strategy: Strategy = "auto", **kwargs: 
     return capture(model, *inputs, strategy=strategy, **kwargs).plan
 
 
+@torch.inference_mode(mode=False)
+@torch.enable_grad()  # a plan is always for training
 def capture(model: nn.Module, *inputs: Any, strategy: Strategy = "auto", **kwargs: Any) -> Capture:
     """Trace `model` on fake tensors; arguments as for `plan`."""
     require_choice("strategy", strategy, Strategy)
@@ -79,29 +81,24 @@ def capture(model: nn.Module, *inputs: Any, strategy: Strategy = "auto", **kwarg
     ddp_kwargs = {key: kwargs.pop(key) for key in DDP_ARGUMENTS if key in kwargs}
     if not isinstance(model, nn.parallel.DistributedDataParallel):
         config, specs = BucketConfig.from_kwargs(**ddp_kwargs), specs_from_module(model)
-        return _trace(model, specs, config, strategy, inputs, kwargs)
-    if ddp_kwargs:
+    elif ddp_kwargs:
         raise UsageError(
             f"do not pass {', '.join(map(repr, sorted(ddp_kwargs)))} with a DDP module; it already has its "
             "options. Leave them out, or pass the module inside (ddp.module)"
         )
-    config, specs = BucketConfig.from_ddp(model), specs_from_ddp(model)
-    return _trace(model.module, specs, config, strategy, inputs, kwargs)
+    else:
+        config, specs, model = BucketConfig.from_ddp(model), specs_from_ddp(model), model.module
+    mode, fakes, copies = fake_copy(model, inputs, kwargs)
+    known = ModelGraphs({id(copies[spec.name]): spec for spec in specs}, config)
+    graphs = _traced(mode, fakes, known, strategy)
+    planned = tuple(index for index, graph in enumerate(graphs) if graph.graph_plan in known.relevant())
+    plan = known.joined() or join_plans((), specs, config)
+    return Capture(specs, config, graphs, planned, plan)
 
 
-@torch.inference_mode(mode=False)
-@torch.enable_grad()  # a plan is always for training
-def _trace(
-    model: nn.Module,
-    specs: Sequence[ParamSpec],
-    config: BucketConfig,
-    strategy: Strategy,
-    inputs: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-) -> Capture:
-    mode, (fake, fake_inputs, fake_kwargs), copies = fake_copy(model, inputs, kwargs)
-    by_id = {id(copies[spec.name]): spec for spec in specs}
-    known = ModelGraphs(by_id, config)
+def _traced(mode: FakeTensorMode, fakes: Any, known: ModelGraphs, strategy: Strategy) -> tuple[Planned, ...]:
+    """The graphs of a model that `fake_copy` made, with its arguments; they are added to the `known` ones."""
+    model, inputs, kwargs = fakes
     graphs: list[Planned] = []
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[object]) -> Callable[..., Any]:
@@ -110,22 +107,20 @@ def _trace(
         return known.with_read_tracking(planned, gm.forward)
 
     def traced(*args: Any, **kwargs: Any) -> Any:  # our own frame: Dynamo skips torch.nn's modules
-        return fake(*args, **kwargs)
+        return model(*args, **kwargs)
 
     step = torch.compile(traced, backend=backend, **_isolated())  # type: ignore[call-overload]
     # torch logs the stack of an error that we name
     with mode, private_dynamo(), patch.object(log, "disabled", True):
         try:
-            step(*fake_inputs, **fake_kwargs)
+            step(*inputs, **kwargs)
         except Exception as error:
             raise UsageError(
-                f"model: {type(fake).__name__} could not be traced on fake tensors: "
-                f"{_untraceable(fake, (fake_inputs, fake_kwargs), error)}\n"
+                f"model: {type(model).__name__} could not be traced on fake tensors: "
+                f"{_untraceable(model, (inputs, kwargs), error)}\n"
                 "Check that model(*inputs) runs in eager."
             ) from error
-    planned = tuple(index for index, graph in enumerate(graphs) if graph.graph_plan in known.relevant())
-    plan = known.joined() or join_plans((), specs, config)
-    return Capture(tuple(specs), config, tuple(graphs), planned, plan)
+    return tuple(graphs)
 
 
 def _untraceable(model: nn.Module, call: object, error: BaseException) -> str:
@@ -157,7 +152,8 @@ def fake_copy(
         if isinstance(tensor, torch.Tensor):
             memo.setdefault(id(tensor), _fake(mode, tensor))
     # autograd nodes that a model holds, to keep hooks on them alive, are shared: they cannot be copied
-    with FakeCopyMode(mode), patch.dict(copyreg.dispatch_table, {accumulate_grad(): str}):
+    node = get_gradient_edge(torch.empty(0, requires_grad=True, device="cpu")).node  # torch exports no class
+    with FakeCopyMode(mode), patch.dict(copyreg.dispatch_table, {type(node): str}):
         try:
             copied = copy.deepcopy((inner, inputs, dict(kwargs)), memo)
         except TypeError as error:
@@ -166,11 +162,6 @@ def fake_copy(
                 "Give the object that cannot be copied a __deepcopy__, or attach it after planning."
             ) from error
     return mode, copied, {n: memo[id(p)] for n, p in model.named_parameters(remove_duplicate=False)}
-
-
-def accumulate_grad() -> type:
-    """The AccumulateGrad class, which torch does not export."""
-    return type(get_gradient_edge(torch.empty(0, requires_grad=True, device="cpu")).node)
 
 
 def _fake(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:

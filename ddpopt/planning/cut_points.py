@@ -29,7 +29,7 @@ from ddpopt.graph.effects import (
 from ddpopt.graph.nodes import (
     body_nodes,
     example_value,
-    is_uncrossable_number,
+    is_scalar,
     overlaps_itself,
     read_storages,
     requires_grad,
@@ -223,10 +223,7 @@ def _recomputed_after_write(body: Body) -> Iterator[Span]:
         told_by = read_storages(node).keys() - storages(node)
         if told_by.isdisjoint(body.written):
             continue
-        for is_taken, how in (
-            (is_uncrossable_number, "read from"),
-            (is_view, "a view whose place depends on"),
-        ):
+        for is_taken, how in ((is_scalar, "read from"), (is_view, "a view whose place depends on")):
             if is_taken(node):
                 last = max(map(body.last_use, _with_users(node, is_taken)))
                 why = f"{node.name!r} is {how} a tensor that is written to"

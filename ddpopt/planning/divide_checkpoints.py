@@ -28,11 +28,11 @@ from ddpopt.graph.nodes import (
     checkpointed,
     example_value,
     fetch,
-    is_uncrossable_number,
+    is_scalar,
     module_like,
     operands,
 )
-from ddpopt.graph.rewriting import Argument, Copies, rewritten
+from ddpopt.graph.rewriting import Argument, Copies, add_input, rewritten
 from ddpopt.graph.state import State, states
 from ddpopt.planning.cut_points import Body, Span, up_to_last_write
 from ddpopt.planning.facts import gradient_carriers
@@ -108,7 +108,7 @@ def _undivided(body: Body) -> Iterator[Span]:
     yield Span(0, sum(itertools.takewhile(bool, numbers)), "the readers of these numbers recompute them")
     yield from up_to_last_write(body)  # a piece would write to what an earlier one saves
     taken: dict[fx.Node, None] = {}
-    for node in filter(is_uncrossable_number, body.nodes):
+    for node in filter(is_scalar, body.nodes):
         if not _is_made_of_numbers(node) or not taken.keys().isdisjoint(node.all_input_nodes):
             taken[node] = None
             yield Span(body.position[node] + 1, body.last_use(node), "AOTAutograd does not let it cross")
@@ -200,7 +200,7 @@ def _with_scalars(piece: Sequence[fx.Node]) -> list[fx.Node]:
 def _is_made_of_numbers(node: fx.Node) -> bool:
     """Whether a node's value is a symbolic float or bool that is computed only from numbers."""
     values = map(example_value, node.all_input_nodes)
-    return is_uncrossable_number(node) and not any(isinstance(value, torch.Tensor) for value in values)
+    return is_scalar(node) and not any(isinstance(value, torch.Tensor) for value in values)
 
 
 def _read(piece: Sequence[fx.Node]) -> list[fx.Node]:
@@ -216,8 +216,7 @@ def _piece(
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in inputs:
-        copies[node] = graph.placeholder(node.name)
-        copies[node].meta = dict(node.meta)
+        copies[node] = add_input(graph, node.name, node.meta)
 
     def read(node: fx.Node) -> fx.Node:
         if node not in copies:  # attributes are read again in each piece

@@ -156,8 +156,7 @@ def _trace(node: fx.Node, state: State) -> fx.GraphModule | None:
             logger.info("ddpopt: %s cannot be expanded", node.name, exc_info=True)
             return None
     traced.graph.eliminate_dead_code()
-    constants = traced.graph.find_nodes(op="get_attr")
-    return None if constants else traced
+    return None if traced.graph.find_nodes(op="get_attr") else traced  # these are constants
 
 
 @contextlib.contextmanager

@@ -13,7 +13,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import fx, nn
+from torch import fx
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from ddpopt.planning.bucket_rule import ParamSpec, Specs, own_buckets, specs_from_ddp
 from ddpopt.planning.eager_reads import noting_reads
@@ -161,7 +162,7 @@ def _planned(
     return Planned(expanded, example_inputs, facts, plan, why)
 
 
-def specs_by_id(ddp: nn.parallel.DistributedDataParallel) -> dict[int, ParamSpec]:
+def specs_by_id(ddp: DDP) -> dict[int, ParamSpec]:
     """The parameters that `ddp` reduces, by ``id`` of the parameter, in the order of the reducer's list.
 
     A reducer that follows a plan keeps the plan's names, even if the module's parameter names have changed.
@@ -173,11 +174,7 @@ def specs_by_id(ddp: nn.parallel.DistributedDataParallel) -> dict[int, ParamSpec
 
 
 def plan_for_reducer(
-    ddp: nn.parallel.DistributedDataParallel,
-    imposed: Plan | None,
-    gm: fx.GraphModule,
-    example_inputs: Sequence[object],
-    strategy: Strategy = "auto",
+    ddp: DDP, imposed: Plan | None, gm: fx.GraphModule, example_inputs: Sequence[object], strategy: Strategy
 ) -> Planned:
     """Plan a graph for the reducer's buckets: those of the `imposed` plan.
 

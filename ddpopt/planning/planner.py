@@ -15,7 +15,7 @@ Source of the bucket rule: `ddpopt.planning.bucket_rule`.
 import bisect
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ddpopt.planning.bucket_rule import closing_reason
@@ -23,8 +23,6 @@ from ddpopt.planning.facts import GraphFacts, ParamUse
 from ddpopt.planning.limits import BucketConfig
 from ddpopt.planning.plan import Bucket, Cut, Plan, Policy, Segment, cut_reason
 
-Group = tuple[int, list[ParamUse]]
-"""The body position where an atom starts, and the parameters that complete in the atom, in ready order."""
 Key = tuple[str, str]
 """(dtype, device), which all gradients in a bucket share."""
 
@@ -41,9 +39,11 @@ def plan_graph(facts: GraphFacts, config: BucketConfig) -> Plan:
     """
     dense = (use.spec for use in facts.params if not use.spec.sparse)
     filler = _Filler(config.rebuilt_limits, Counter((spec.dtype, spec.device) for spec in dense))
-    groups = list(_by_atom(facts, _atoms(facts)))
-    for index, (start, uses) in enumerate(groups):
-        filler.fill(start, uses, cut_follows=index + 1 < len(groups))
+    atoms = _atoms(facts)
+    atom_of = {use.spec.name: atoms[_place(atoms, use.completes_at)] for use in facts.params}
+    ready = sorted(facts.params, key=lambda use: (-use.completes_at, use.spec.nbytes))  # latest atom first
+    for start, uses in itertools.groupby(ready, key=lambda use: atom_of[use.spec.name]):
+        filler.fill(start, [*uses], cut_follows=start > atom_of[ready[-1].spec.name])
     return _assemble(facts, filler.finish(), "plan")
 
 
@@ -177,13 +177,6 @@ def _atoms(facts: GraphFacts) -> list[int]:
 def _place(starts: Sequence[int], position: int) -> int:
     """The index of the piece that a body position falls into, given the pieces' ascending `starts`."""
     return bisect.bisect_right(starts, position) - 1
-
-
-def _by_atom(facts: GraphFacts, atoms: Sequence[int]) -> Iterator[Group]:
-    """The parameters that complete in each atom, latest atom first, in ready order within an atom."""
-    ready = sorted(facts.params, key=lambda use: (-use.completes_at, use.spec.nbytes))
-    for start, uses in itertools.groupby(ready, key=lambda use: atoms[_place(atoms, use.completes_at)]):
-        yield start, list(uses)
 
 
 def _assemble(facts: GraphFacts, drafts: Sequence[_Draft], policy: Policy) -> Plan:

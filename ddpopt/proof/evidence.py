@@ -15,7 +15,7 @@ from ddpopt.graph.effects import detaches
 from ddpopt.graph.nodes import requires_grad, storages_of, tensors_in
 from ddpopt.planning.plan import Plan
 from ddpopt.proof.recompose import read_original, recompose
-from ddpopt.proof.steps import GraphProgram, Original, ProgramStep
+from ddpopt.proof.steps import GraphSteps, Original, ProgramStep
 from ddpopt.proof.terms import Held, Item, Made, Term, leaves
 
 
@@ -33,7 +33,7 @@ class Evidence:
 
     plan: Plan
     original: Original
-    stitched: GraphProgram
+    stitched: GraphSteps
     passing: Mapping[str, None]
     readers: Mapping[str, str]
 
@@ -141,11 +141,9 @@ def _is_trained(original: Original, term: Term, detached: Set[Term]) -> bool:
 
 def _writes_what_is_seen(original: Original, step: ProgramStep, seen: Set[int], detached: Set[Term]) -> bool:
     """Whether a step writes to a value that requires grad and has a storage in `seen`, or no storage."""
-    for leaf in (value for value in step.written if isinstance(value, (Made, Item, Held))):
-        own = set(_storages(original, [leaf]))
-        if _is_trained(original, leaf, detached) and (not own or not own.isdisjoint(seen)):
-            return True
-    return False
+    values = (value for value in step.written if isinstance(value, (Made, Item, Held)))
+    owned = (set(_storages(original, [v])) for v in values if _is_trained(original, v, detached))
+    return any(not own or not own.isdisjoint(seen) for own in owned)
 
 
 def _storages(original: Original, terms: Iterable[Term]) -> Iterator[int]:

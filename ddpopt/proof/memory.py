@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterator, Set
 import torch
 from torch._ops import HigherOrderOperator
 
-from ddpopt.graph.effects import constructed_inputs, is_detached_view, is_known, redescribes
+from ddpopt.graph.effects import constructed_inputs, is_detached_view, is_known, name_of, redescribes
 from ddpopt.graph.nodes import MISSING, SYMBOLIC, overlaps_itself, requires_grad, storages_of, tensors_in
 from ddpopt.proof.evidence import Evidence, given_back
 from ddpopt.proof.steps import Crossing, Original, ProgramStep, at
@@ -24,7 +24,8 @@ def writes_follow_reads_in_one_segment(evidence: Evidence) -> Iterator[str]:
     written = any(step.written for step in evidence.stitched.steps)
     for step in evidence.stitched.steps if written else ():
         made, read = _made_and_read(original, step)
-        certain = {family: leaf for leaf in _certain(step) for family in _families(original, leaf)}
+        sure = (leaf for node in constructed_inputs(step.node) for leaf in leaves(step.reads[node]))
+        certain = {family: leaf for leaf in sure for family in _families(original, leaf)}
         for family in made | read:
             first.setdefault(family, step)
             if family not in read:
@@ -36,12 +37,6 @@ def writes_follow_reads_in_one_segment(evidence: Evidence) -> Iterator[str]:
         for name, segment in {other.name: other.segment for other in others}.items():
             if segment != step.segment:
                 yield f"{at(step)}: writes to memory that {name} makes or uses in segment {segment}"
-
-
-def _certain(step: ProgramStep) -> Iterator[Term]:
-    """The values that a step certainly writes to, without doing more with them."""
-    for node in constructed_inputs(step.node):
-        yield from leaves(step.reads[node])
 
 
 def writers_know_one_name(evidence: Evidence) -> Iterator[str]:
@@ -58,8 +53,8 @@ def writers_know_one_name(evidence: Evidence) -> Iterator[str]:
         for place in ((crossing.segment, family) for family in _families(original, crossing.term)):
             first = given.setdefault(place, crossing)
             if place in writers and first is not crossing and {first.term, crossing.term} - {*inputs}:
-                where, other = f"segment {crossing.segment}, input {crossing.node.name}", first.node.name
-                yield f"{where}: is one tensor with input {other}, and {writers[place]} writes to it"
+                other = first.node.name
+                yield f"{crossing}: is one tensor with input {other}, and {writers[place]} writes to it"
 
 
 def detached_values_get_no_gradient(evidence: Evidence) -> Iterator[str]:
@@ -67,11 +62,10 @@ def detached_values_get_no_gradient(evidence: Evidence) -> Iterator[str]:
     copied = [(crossing, crossing.copy) for crossing in evidence.stitched.crossings if crossing.copy]
     sending = _read_with_gradient(evidence) if copied else {}
     for crossing, copy in copied:
-        where = f"segment {crossing.segment}, input {crossing.node.name}"
         if copy.before != crossing.segment:
-            yield f"{where}: is a copy that was already made before segment {copy.before}"
+            yield f"{crossing}: is a copy that was already made before segment {copy.before}"
         readers = [sending.get((crossing.segment, leaf)) for leaf in leaves(crossing.term)]
-        yield from (f"{where}: is detached, but {name} sends gradient to it" for name in readers if name)
+        yield from (f"{crossing}: is detached, but {name} sends gradient to it" for name in readers if name)
 
 
 def views_without_gradient_stay(evidence: Evidence) -> Iterator[str]:
@@ -81,8 +75,7 @@ def views_without_gradient_stay(evidence: Evidence) -> Iterator[str]:
         return
     for crossing in evidence.stitched.crossings:
         if crossing.copy is None and any(_maker(leaf) in no_grad_views for leaf in leaves(crossing.term)):
-            where = f"segment {crossing.segment}, input {crossing.node.name}"
-            yield f"{where}: is a view that was taken without gradient"
+            yield f"{crossing}: is a view that was taken without gradient"
     for leaf in leaves(evidence.stitched.result):
         if _maker(leaf) in no_grad_views:
             yield f"output: {show(leaf)} is a view that was taken without gradient"
@@ -100,8 +93,7 @@ def gradients_of_their_own_stay(evidence: Evidence) -> Iterator[str]:
     for crossing in stitched.crossings if apart or parts else ():
         own = any(_maker(leaf) in apart for leaf in leaves(crossing.term))
         if own or not parts.isdisjoint(_families(original, crossing.term)):
-            where = f"segment {crossing.segment}, input {crossing.node.name}"
-            yield f"{where}: shares another value's memory, but has its own gradient"
+            yield f"{crossing}: shares another value's memory, but has its own gradient"
     for step in stitched.repeats if apart else ():
         if _maker(original.terms[step.name]) in apart:
             yield f"{at(step)}: takes a value again that has its own gradient"
@@ -110,7 +102,7 @@ def gradients_of_their_own_stay(evidence: Evidence) -> Iterator[str]:
         made, read = _made_and_read(original, step)
         for family in made | read:
             first.setdefault(family, step)
-        if _callee_name(step) == "register_hook":
+        if name_of(step.callee) == "register_hook":
             earlier = {first[family].name: first[family].segment for family in read}
             for name, segment in earlier.items():
                 if segment < step.segment:
@@ -123,16 +115,15 @@ def values_that_cross_get_their_gradient(evidence: Evidence) -> Iterator[str]:
     for crossing in (c for c in evidence.stitched.crossings if c.copy is None):
         for leaf in leaves(crossing.term):
             maker, example = _maker(leaf), original.example(leaf)
-            where = f"segment {crossing.segment}, input {crossing.node.name}"
             step = original.steps.get(maker.name) if isinstance(maker, Made) else None
             if step is None:
                 continue
             # without grad mode only an argument that is returned unchanged requires grad
             trained = step.state.grad_mode and requires_grad(example)
             if overlaps_itself(example):
-                yield f"{where}: overlaps itself"
+                yield f"{crossing}: overlaps itself"
             elif trained and step.name not in evidence.passing:
-                yield f"{where}: requires grad, but gets no gradient"
+                yield f"{crossing}: requires grad, but gets no gradient"
 
 
 def values_cross_as_they_are_described(evidence: Evidence) -> Iterator[str]:
@@ -145,8 +136,7 @@ def values_cross_as_they_are_described(evidence: Evidence) -> Iterator[str]:
     for step in evidence.stitched.steps:
         for leaf in step.written if redescribes(step.node) else ():
             if leaf in first and first[leaf].segment <= step.segment and isinstance(leaf, (Made, Item)):
-                where = f"segment {first[leaf].segment}, input {first[leaf].node.name}"
-                yield f"{where}: is described as it is after {step.name}, which changes it in place"
+                yield f"{first[leaf]}: is described as it is after {step.name}, which changes it in place"
 
 
 def steps_taken_twice(evidence: Evidence) -> Iterator[ProgramStep]:
@@ -156,8 +146,9 @@ def steps_taken_twice(evidence: Evidence) -> Iterator[ProgramStep]:
     """
     if not evidence.stitched.repeats:
         return
-    original = evidence.original
-    watched, redescribed = _written_families(original), _redescribed(original)
+    original, watched = evidence.original, _written_families(evidence.original)
+    steps = (step for step in original.program.steps if redescribes(step.node))
+    redescribed = {leaf for step in steps for leaf in step.written}
     for step in evidence.stitched.repeats:
         taken = original.terms[step.name], *step.given
         if not redescribed.isdisjoint(taken) or not _may_repeat(original, step, watched):
@@ -184,12 +175,6 @@ def _written_families(original: Original) -> set[Hashable]:
     """The storages that the steps write to."""
     written = (leaf for step in original.program.steps for leaf in step.written)
     return {family for leaf in written for family in _families(original, leaf)}
-
-
-def _redescribed(original: Original) -> set[Term]:
-    """The values that a step reshapes or detaches in place."""
-    steps = (step for step in original.program.steps if redescribes(step.node))
-    return {leaf for step in steps for leaf in step.written}
 
 
 def _no_grad_views(original: Original) -> set[Term]:
@@ -225,13 +210,9 @@ def _apart(original: Original) -> set[Term]:
 
 def _written_parts(original: Original) -> set[Hashable]:
     """Memory of the parts that ``unsafe_split`` and similar operators make, if it is written to."""
-    unsafe = (s for s in original.program.steps if _callee_name(s).lstrip("_").startswith("unsafe_"))
+    unsafe = (s for s in original.program.steps if name_of(s.callee).lstrip("_").startswith("unsafe_"))
     made = {family for step in unsafe for family in _made_and_read(original, step)[0]}
     return made & _written_families(original) if made else made
-
-
-def _callee_name(step: ProgramStep) -> str:
-    return str(getattr(step.callee, "__name__", step.callee))
 
 
 def _maker(term: Term) -> Term:

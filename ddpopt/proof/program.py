@@ -85,12 +85,11 @@ def metadata_is_kept(evidence: Evidence) -> Iterator[str]:
             yield from _lost_metadata(nodes[node.name], node, f"input {node.name}")
             yield from _lost_source(nodes[node.name], node, f"input {node.name}")
     for crossing in evidence.stitched.crossings:
-        where = f"segment {crossing.segment}, input {crossing.node.name}"
         if isinstance(crossing.term, Made):
-            yield from _lost_source(nodes[crossing.term.name], crossing.node, where)
+            yield from _lost_source(nodes[crossing.term.name], crossing.node, str(crossing))
         example = evidence.original.example(crossing.term)
         if example is not MISSING and example_value(crossing.node) is not example:
-            yield f"{where}: its example value is not that of {show(crossing.term)}"
+            yield f"{crossing}: its example value is not that of {show(crossing.term)}"
 
 
 def states_are_equal(evidence: Evidence) -> Iterator[str]:
@@ -141,17 +140,12 @@ def _by_key(kwargs: Mapping[str, Term]) -> Group:
 
 
 def _same_callee(expected: ProgramStep, found: ProgramStep) -> bool:
-    if expected.node.op != found.node.op or type(expected.callee) is not type(found.callee):
-        return False
-    return expected.callee is found.callee or (
-        not isinstance(expected.callee, torch.nn.Module) and expected.callee == found.callee
-    )
+    same_kind = expected.node.op == found.node.op and type(expected.callee) is type(found.callee)
+    return same_kind and (expected.callee is found.callee or expected.callee == found.callee)
 
 
 def _called(step: ProgramStep) -> str:
-    callee = step.callee
-    name = callee if isinstance(callee, str) else getattr(callee, "__name__", None)
-    return f"{step.node.op} of {name or step.node.target}"
+    return f"{step.node.op} of {getattr(step.callee, '__name__', step.node.target)}"
 
 
 def _lost_metadata(expected: fx.Node, found: fx.Node, where: str) -> Iterator[str]:

@@ -16,15 +16,7 @@ from torch import fx
 
 from ddpopt.graph.nodes import MISSING, example_value, fetch
 from ddpopt.graph.state import ENTER_AUTOCAST, EXIT_AUTOCAST, GRAD_MODE
-from ddpopt.proof.steps import (
-    Crossing,
-    GraphProgram,
-    OpenSpan,
-    Original,
-    ProgramState,
-    ProgramStep,
-    example_of,
-)
+from ddpopt.proof.steps import Crossing, GraphSteps, OpenSpan, Original, ProgramState, ProgramStep, example_of
 from ddpopt.proof.terms import Copy, Group, Held, Item, Made, Term, Unknown, group, show
 
 CALLS = ("call_function", "call_method", "call_module")
@@ -35,14 +27,14 @@ def read_original(original: fx.GraphModule) -> Original:
     nodes = {node.name: node for node in original.graph.nodes}
     walk = _Walk(original, nodes, 0)
     walk.run([Made(node.name) for node in walk.inputs])
-    program = GraphProgram(tuple(walk.inputs), tuple(walk.steps), walk.result, {0: walk.state})
+    program = GraphSteps(tuple(walk.inputs), tuple(walk.steps), walk.result, {0: walk.state})
     terms = {node.name: term for node, term in walk.values.items()}
     return Original(program, nodes, terms, {step.name: step for step in walk.steps})
 
 
 def recompose(
     stitched: fx.GraphModule, original: Original, homes: Mapping[int, Container[str]]
-) -> GraphProgram:
+) -> GraphSteps:
     """Inline the segments of a stitched module again.
 
     Args:
@@ -60,7 +52,7 @@ def recompose(
     for step in walk.steps:
         if step.name not in first or step.name in homes.get(step.segment, ()):
             first[step.name] = step
-    return GraphProgram(
+    return GraphSteps(
         inputs=tuple(walk.inputs),
         steps=tuple(step for step in walk.steps if first[step.name] is step),
         result=walk.result,
@@ -106,19 +98,19 @@ class _Walk:
 
     def call(self, step: ProgramStep) -> Term:
         """Take one step of the program; return its value."""
-        self.take(step, step.name)
+        self.take(step)
         picked = _picked(self.nodes, step)
         if picked is MISSING:
             picked = _handed_back(self.nodes, step)
         return Made(step.name) if picked is MISSING else picked
 
-    def take(self, step: ProgramStep, opener: str) -> None:
-        """Record a step and the state after it; `opener` names the autocast span that it may open."""
+    def take(self, step: ProgramStep) -> None:
+        """Record a step and the state after it."""
         self.steps.append(step)
-        self.switch(step, opener)
+        self.switch(step, step.name)
 
     def switch(self, step: ProgramStep, opener: str) -> None:
-        """Record the state after a step."""
+        """Record the state after a step; `opener` names the autocast span that it may open."""
         autocast = self.state.autocast
         if step.callee is ENTER_AUTOCAST:
             self.state = replace(self.state, autocast=(*autocast, OpenSpan(opener, _arguments(step))))
@@ -174,13 +166,13 @@ class _Reading(_Walk):
     def call(self, step: ProgramStep) -> Term:
         if step.node in self.own:
             self.left -= 1
-            self.take(step, step.name)
+            self.take(step)
             return self.original.terms[step.name]
         picked = _picked(self.nodes, step)
         if picked is not MISSING:
             return picked
         if step.callee is operator.getitem and step.name in self.original.steps:
-            self.take(step, step.name)  # not an item of a tuple but a repeated view of a tensor
+            self.take(step)  # not an item of a tuple but a repeated view of a tensor
             return self.original.terms[step.name]
         if not self._may_switch(step):
             self.strays.append(f"{self.where}, node {step.name}: is not in the original, and no cut needs it")
@@ -226,12 +218,11 @@ class _Stitched(_Walk):
     def call(self, step: ProgramStep) -> Term:
         if isinstance(step.callee, fx.GraphModule) and not step.kwargs:
             return self._inline(step.callee, step.args)
-        if step.node.op == "call_method" and step.callee == "detach" and len(step.args) == 1:
-            return Copy("detach", step.args[0], self.segment)
-        if step.node.op == "call_method" and step.callee == "requires_grad_":
-            match step.args:
-                case (Copy(method="detach") as copy,):
-                    return Copy("detach().requires_grad_", copy.of, copy.before)
+        match step.callee, step.args:  # only methods are called by a name
+            case "detach", (value,):
+                return Copy("detach", value, self.segment)
+            case "requires_grad_", (Copy(method="detach") as copy,):
+                return Copy("detach().requires_grad_", copy.of, copy.before)
         picked = _picked(self.nodes, step)
         if picked is MISSING:
             self.strays.append(f"{self.where}, node {step.name}: is in no segment")

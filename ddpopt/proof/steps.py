@@ -74,9 +74,12 @@ class Crossing(NamedTuple):
     term: Term
     copy: Copy | None
 
+    def __str__(self) -> str:
+        return f"segment {self.segment}, input {self.node.name}"
+
 
 @dataclass(frozen=True)
-class GraphProgram:
+class GraphSteps:
     """A graph read as a program.
 
     Attributes:
@@ -113,7 +116,7 @@ class Original:
         steps: every step, by name.
     """
 
-    program: GraphProgram
+    program: GraphSteps
     nodes: Mapping[str, fx.Node]
     terms: Mapping[str, Term]
     steps: Mapping[str, ProgramStep]

@@ -199,8 +199,6 @@ def _paired(
 
 def _spelled_out(term: Made | Item, kind: type, example: object) -> Term:
     """The value of a term as the tuple or list of its items; named tuples count as tuples."""
-    if isinstance(example, list) and kind is list:
-        return Group(list, tuple(Item(term, index) for index in range(len(example))))
-    if isinstance(example, tuple) and kind in (tuple, type(example)):
+    if isinstance(example, (tuple, list)) and isinstance(example, kind):
         return Group(kind, tuple(Item(term, index) for index in range(len(example))))
     return term

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ddpopt.errors import InfrastructureError
+from ddpopt.errors import InfrastructureError, numbered
 
 Kind = Literal["raised", "died", "stalled", "ended"]
 
@@ -157,13 +157,7 @@ def _headline(failures: Sequence[RankFailure], guilty: Sequence[RankFailure], si
 
 
 def _ranks(failures: Sequence[RankFailure]) -> str:
-    """Name ranks.
-
-    >>> _ranks([RankFailure(0, "died", "")]), _ranks([RankFailure(n, "died", "") for n in (0, 2)])
-    ('rank 0', 'ranks 0, 2')
-    """
-    numbers = ", ".join(str(failure.rank) for failure in failures)
-    return f"rank{'s' if len(failures) != 1 else ''} {numbers}"
+    return numbered("rank", [failure.rank for failure in failures])
 
 
 def _accounts(failures: Sequence[RankFailure]) -> list[str]:

@@ -8,8 +8,6 @@ Invariant: no task outlives its limit by more than moments. When a pool is close
 it is gone, no process that it started is left, and none that those started.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 import signal
@@ -121,7 +119,7 @@ class Pool:
         self._open = contextlib.ExitStack()
         self._tasks = 0
 
-    def __enter__(self) -> Pool:
+    def __enter__(self) -> "Pool":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -241,7 +239,7 @@ class Pool:
             if now > self._end_at and not rank.has_ended:
                 rank.end(signal.SIGKILL if now > self._end_at + LAST_WORDS_S else signal.SIGTERM)
 
-    def _failure(self, rank: _Rank) -> RankFailure:
+    def _failure(self, rank: "_Rank") -> RankFailure:
         """The failure of a rank that ended without a value."""
         code = rank.process.poll()
         stacks = rank.stacks.read_text(errors="replace") if rank.stacks.exists() else ""

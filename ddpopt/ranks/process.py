@@ -3,8 +3,6 @@
 Invariant: a rank reports how its task ended before it tears anything down, and ends when its pool is closed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import os
@@ -41,7 +39,7 @@ class RankProcess:
         number: number of the running task.
     """
 
-    def __init__(self, pipe: Connection[Any, Any], port: int, device: str, stacks: IO[str]) -> None:
+    def __init__(self, pipe: "Connection[Any, Any]", port: int, device: str, stacks: IO[str]) -> None:
         """Store the connection; sends nothing yet.
 
         Args:
@@ -79,7 +77,7 @@ class RankProcess:
 
     def joined(
         self, timeout_s: float, store: Any = None, backend: str | None = None
-    ) -> AbstractContextManager[Ranks]:
+    ) -> "AbstractContextManager[Ranks]":
         """Make a process group for one task.
 
         Args:
@@ -132,7 +130,7 @@ def serve_in_groups(process: RankProcess) -> None:
     process.serve(lambda left_s: process.joined(COLLECTIVE_SHARE * max(left_s, 0.0)))
 
 
-def main(pipe: Connection[Any, Any], stacks_name: str) -> None:
+def main(pipe: "Connection[Any, Any]", stacks_name: str) -> None:
     """Run as a rank; does not return.
 
     Args:

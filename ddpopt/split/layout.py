@@ -19,14 +19,7 @@ from torch.utils import _pytree as pytree
 
 from ddpopt.graph.aliases import first_names, is_view, tensors_of, viewed_input
 from ddpopt.graph.effects import written_storages
-from ddpopt.graph.nodes import (
-    MISSING,
-    SYMBOLIC,
-    example_value,
-    is_uncrossable_number,
-    requires_grad,
-    storages,
-)
+from ddpopt.graph.nodes import MISSING, SYMBOLIC, example_value, is_scalar, requires_grad, storages
 from ddpopt.graph.state import ENTER_AUTOCAST, State, states
 from ddpopt.planning.facts import gradient_carriers
 
@@ -166,7 +159,7 @@ class Layout:
         """
         if node.op == "placeholder":
             return False
-        if node in self.no_grad_views or is_uncrossable_number(node):
+        if node in self.no_grad_views or is_scalar(node):
             return True
         written = bool(self.mutations) and not self.mutations.keys().isdisjoint(storages(node))
         return written and viewed_input(node) is not None
@@ -227,14 +220,13 @@ def is_constant(value: object) -> bool:
 def inputs_of(nodes: Sequence[fx.Node], layout: Layout, index: int) -> list[Leaf]:
     """The values that a segment reads from outside, in order of first use; shape symbols first."""
     leaves: dict[Leaf, None] = {}
-    symbols: dict[sympy.Symbol, None] = {}
     seen: set[fx.Node] = set()
     for node in nodes:
         for source in node.all_input_nodes:
             leaves.update(dict.fromkeys(_crossing(source, layout, index, seen)))
-    if layout.binders:  # a graph with static shapes has none, so skip the search
-        values = [*map(example_value, nodes), *(leaf.value for leaf in leaves)]
-        symbols.update(dict.fromkeys(s for value in values for s in _free_symbols(value)))
+    values = [*map(example_value, nodes), *(leaf.value for leaf in leaves)]
+    # a graph with static shapes has no binders, so skip the search
+    symbols = {s for value in values for s in _free_symbols(value)} if layout.binders else set()
     bound = [Leaf(layout.binders[s]) for s in sorted(symbols, key=str) if s in layout.binders]
     outside = [leaf for leaf in bound if layout.segment_of.get(leaf.node, -1) < index]  # not bound later
     return list(dict.fromkeys([*outside, *leaves]))

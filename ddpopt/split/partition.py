@@ -12,20 +12,17 @@ Invariant: linear in the nodes of the graph; the program stays the same (`ddpopt
 """
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import fx
 
 from ddpopt.graph.nodes import example_value, module_like, requires_grad
-from ddpopt.graph.rewriting import copy_input
+from ddpopt.graph.rewriting import add_input, copy_input
 from ddpopt.graph.state import EXIT_AUTOCAST, GRAD_MODE, State
 from ddpopt.planning.plan import Plan
 from ddpopt.split.layout import Layout, Leaf, Path, inputs_of, is_constant
-
-Reader = Callable[[fx.Node], fx.node.Argument]
-"""Maps a node of the original to the argument that a copied node reads in its place."""
 
 
 def partition(gm: fx.GraphModule, plan: Plan) -> fx.GraphModule:
@@ -54,54 +51,53 @@ def partition(gm: fx.GraphModule, plan: Plan) -> fx.GraphModule:
 class _Segment:
     """A segment under construction."""
 
+    layout: Layout
     graph: fx.Graph
     state: State
     inputs: dict[Leaf, fx.Node] = field(default_factory=dict)
     copies: dict[fx.Node, fx.node.Argument] = field(default_factory=dict)
 
+    def read(self, node: fx.Node) -> fx.node.Argument:
+        """What a copied node reads in place of a node of the graph."""
+        if node not in self.copies:
+            node = self.layout.source(node)  # the result of a write in another segment comes in as its target
+        if node not in self.copies:
+            if node.op == "get_attr":
+                self.copies[node] = self.graph.node_copy(node, self.read)
+            elif self.layout.is_recomputed(node):
+                self.copies[node] = self.recompute(node)
+            else:
+                self.copies[node] = _rebuild(node, self.inputs)
+        return self.copies[node]
+
+    def recompute(self, node: fx.Node) -> fx.Node:
+        """Recompute a node of an earlier segment, in the grad mode in which the graph computes it."""
+        arguments = {source: self.read(source) for source in node.all_input_nodes}
+        here, there = self.state.grad_enabled, self.layout.grad_modes[node]
+        if here != there:
+            self.graph.create_node("call_function", GRAD_MODE, (there,), name="recomputed_grad_mode")
+        copied = self.graph.node_copy(node, arguments.__getitem__)
+        if here != there:
+            self.graph.create_node("call_function", GRAD_MODE, (here,), name="resumed_grad_mode")
+        return copied
+
 
 def _build_segment(layout: Layout, index: int) -> _Segment:
-    segment = _Segment(fx.Graph(), layout.states[index])
+    segment = _Segment(layout, fx.Graph(), layout.states[index])
     nodes = layout.segments[index]
     for leaf in inputs_of(nodes, layout, index):
         layout.export(leaf)
-        segment.inputs[leaf] = _placeholder(segment.graph, leaf)
-    read = _reader(segment, layout)
-    _enter(segment, read)
+        meta = {"example_value": leaf.value} if leaf.path else leaf.node.meta
+        segment.inputs[leaf] = add_input(segment.graph, leaf.name, meta, leaf.node)
+    _enter(segment)
     for node in _recomputed_sources(nodes, layout):
-        read(node)  # before all other nodes: a reader may be inside a torch.func transform
+        segment.read(node)  # before all other nodes: a reader may be inside a torch.func transform
     for node in nodes:
-        segment.copies[node] = segment.graph.node_copy(node, read)
+        segment.copies[node] = segment.graph.node_copy(node, segment.read)
         segment.state = segment.state.after(node)
     if index + 1 < len(layout.states):
-        _leave(segment, layout.states[index + 1], read)
+        _leave(segment, layout.states[index + 1])
     return segment
-
-
-def _placeholder(graph: fx.Graph, leaf: Leaf) -> fx.Node:
-    node = graph.placeholder(leaf.name)
-    node.meta = dict(leaf.node.meta) if not leaf.path else {"example_value": leaf.value}
-    # AOTAutograd reads the source of each input; a value from an earlier segment has none
-    node._dynamo_source = getattr(leaf.node, "_dynamo_source", None)
-    return node
-
-
-def _reader(segment: _Segment, layout: Layout) -> Reader:
-    """How a node of this segment reads another node."""
-
-    def read(node: fx.Node) -> fx.node.Argument:
-        if node not in segment.copies:
-            node = layout.source(node)  # the result of a write in another segment comes in as its target
-        if node not in segment.copies:
-            if node.op == "get_attr":
-                segment.copies[node] = segment.graph.node_copy(node, read)
-            elif layout.is_recomputed(node):
-                segment.copies[node] = _recompute(segment, node, layout.grad_modes[node], read)
-            else:
-                segment.copies[node] = _rebuild(node, segment.inputs)
-        return segment.copies[node]
-
-    return read
 
 
 def _recomputed_sources(nodes: Sequence[fx.Node], layout: Layout) -> Iterator[fx.Node]:
@@ -110,18 +106,6 @@ def _recomputed_sources(nodes: Sequence[fx.Node], layout: Layout) -> Iterator[fx
         for n in node.all_input_nodes:
             if layout.segment_of.get(n) != layout.segment_of[node] and layout.is_recomputed(layout.source(n)):
                 yield n
-
-
-def _recompute(segment: _Segment, node: fx.Node, grad_enabled: bool, read: Reader) -> fx.Node:
-    """Recompute a node of an earlier segment, in the grad mode in which the graph computes it."""
-    arguments = {source: read(source) for source in node.all_input_nodes}
-    here = segment.state.grad_enabled
-    if here != grad_enabled:
-        segment.graph.create_node("call_function", GRAD_MODE, (grad_enabled,), name="recomputed_grad_mode")
-    copied = segment.graph.node_copy(node, arguments.__getitem__)
-    if here != grad_enabled:
-        segment.graph.create_node("call_function", GRAD_MODE, (here,), name="resumed_grad_mode")
-    return copied
 
 
 def _rebuild(node: fx.Node, leaves: Mapping[Leaf, fx.Node]) -> fx.node.Argument:
@@ -140,21 +124,21 @@ def _rebuild(node: fx.Node, leaves: Mapping[Leaf, fx.Node]) -> fx.node.Argument:
     return build(example_value(node), ())
 
 
-def _enter(segment: _Segment, read: Reader) -> None:
+def _enter(segment: _Segment) -> None:
     """Reopen the spans that the cut before this segment falls into."""
     for node in segment.state.autocast:
-        segment.copies[node] = segment.graph.node_copy(node, read)
+        segment.copies[node] = segment.graph.node_copy(node, segment.read)
     if not segment.state.grad_enabled:
         segment.graph.create_node("call_function", GRAD_MODE, (False,), name="resumed_grad_mode")
 
 
-def _leave(segment: _Segment, state: State, read: Reader) -> None:
+def _leave(segment: _Segment, state: State) -> None:
     """Close the spans that the cut after this segment falls into."""
     if not state.grad_enabled:
         segment.graph.create_node("call_function", GRAD_MODE, (True,), name="suspended_grad_mode")
     for node in reversed(state.autocast):
         name = f"suspended_{node.name}"
-        segment.graph.create_node("call_function", EXIT_AUTOCAST, (read(node),), name=name)
+        segment.graph.create_node("call_function", EXIT_AUTOCAST, (segment.read(node),), name=name)
 
 
 def _pick(graph: fx.Graph, value: fx.node.Argument, path: Path) -> fx.node.Argument:

@@ -13,6 +13,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import fx
@@ -48,9 +49,8 @@ def compile_segments(
         The callable, which runs the whole graph and returns a tuple; and the number of compilations.
     """
     compiled: dict[Hashable, Callable[..., Any]] = {}
-    values: dict[fx.Node, object] = dict(
-        zip(stitched.graph.find_nodes(op="placeholder"), example_inputs, strict=True)
-    )
+    placeholders = stitched.graph.find_nodes(op="placeholder")
+    values: dict[fx.Node, object] = dict(zip(placeholders, example_inputs, strict=True))
     calls = stitched.graph.find_nodes(op="call_module")
     for node, reason in zip(calls, reasons, strict=True):
         name = str(node.target)
@@ -60,7 +60,9 @@ def compile_segments(
         key: Hashable = (signature(segment, inputs) if share else None) or object()
         if key not in compiled:
             if reason is not None:
-                segment.compile_subgraph_reason = _cut_reason(reason)  # type: ignore[assignment]
+                frame = traceback.FrameSummary(__file__, 0, "ddpopt")
+                why = f"ddpopt cuts here so that DDP can overlap: {reason}"
+                segment.compile_subgraph_reason = GraphCompileReason(why, [frame])  # type: ignore[assignment]
             write_code(segment)
             with own_tracing_context(), _own_floats(segment):
                 compiled[key] = compiler(segment, [_for_backend(value) for value in inputs])
@@ -108,11 +110,8 @@ def own_tracing_context() -> Iterator[None]:
     for name in ("fw_metadata", "aot_graph_name", "params_flat", "params_flat_unwrap_subclasses",
                  "params_unwrapped_to_flat_index", "output_strides", "ddp_optimizer_ctx"):  # fmt: skip
         setattr(child, name, None)
-    torch._guards._TLS.tracing_context = child
-    try:
+    with patch.object(torch._guards._TLS, "tracing_context", child):
         yield
-    finally:
-        torch._guards._TLS.tracing_context = parent
 
 
 @contextlib.contextmanager
@@ -125,14 +124,13 @@ def _own_floats(segment: fx.GraphModule) -> Iterator[None]:
     """
     mode = getattr(TracingContext.try_get(), "fake_mode", None)
     known: dict[Any, Any] = getattr(getattr(mode, "shape_env", None), "backed_var_to_val", {})
-    if not known:
-        yield
-        return
     bodies = [module for module in segment.modules() if isinstance(module, fx.GraphModule)]
     values = pytree.tree_leaves([example_value(node) for body in bodies for node in body.graph.nodes])
     scalars = [value for value in values if isinstance(value, SYMBOLIC)]
-    # the expression as traced: a number that a guard has fixed since has no symbols any more
-    read = {symbol for scalar in scalars for symbol in scalar.node._expr.free_symbols}
+    # the expression as traced: a number that a guard has fixed since has no symbols any more; a nested int's
+    # node has no expression
+    traced = (getattr(scalar.node, "_expr", None) for scalar in scalars)
+    read = {symbol for expression in traced for symbol in getattr(expression, "free_symbols", ())}
     hidden = {s: v for s, v in known.items() if symbol_is_type(s, SymT.FLOAT) and s not in read}
     for symbol in hidden:
         del known[symbol]
@@ -140,8 +138,3 @@ def _own_floats(segment: fx.GraphModule) -> Iterator[None]:
         yield
     finally:
         known.update(hidden)
-
-
-def _cut_reason(reason: str) -> GraphCompileReason:
-    frame = traceback.FrameSummary(__file__, 0, "ddpopt")
-    return GraphCompileReason(f"ddpopt cuts here so that DDP can overlap: {reason}", [frame])

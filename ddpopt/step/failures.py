@@ -16,8 +16,8 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.utils._python_dispatch import _disable_current_modes
 
 import ddpopt.errors
+from ddpopt.ddp.agreement import exchange_plans, plan_difference, same_buckets
 from ddpopt.ddp.deferral import LONGEST_WAIT
-from ddpopt.ddp.plan_exchange import exchange_plans, plan_difference, same_buckets
 from ddpopt.errors import DdpoptError, PlanMismatchError, UnsupportedError
 from ddpopt.planning.plan import Plan
 from ddpopt.step import tracing

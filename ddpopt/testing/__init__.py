@@ -11,11 +11,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ddpopt.cases.case import Case, mean_square, step_seed
-    from ddpopt.cases.targets import resolve
-    from ddpopt.judge.engine import Engine
-    from ddpopt.ranks.group import Ranks
-    from ddpopt.testing.equality import DdpNotEqualError, assert_ddp_equal
+    from ddpopt.cases.case import Case as Case
+    from ddpopt.cases.case import mean_square as mean_square
+    from ddpopt.cases.case import step_seed as step_seed
+    from ddpopt.cases.targets import resolve as resolve
+    from ddpopt.judge.engine import Engine as Engine
+    from ddpopt.ranks.group import Ranks as Ranks
+    from ddpopt.testing.equality import DdpNotEqualError as DdpNotEqualError
+    from ddpopt.testing.equality import assert_ddp_equal as assert_ddp_equal
 
 _HOMES = {
     **dict.fromkeys(("Case", "mean_square", "step_seed"), "cases.case"),
@@ -24,16 +27,7 @@ _HOMES = {
     "Ranks": "ranks.group",
     "resolve": "cases.targets",
 }
-__all__ = [
-    "Case",
-    "DdpNotEqualError",
-    "Engine",
-    "Ranks",
-    "assert_ddp_equal",
-    "mean_square",
-    "resolve",
-    "step_seed",
-]
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

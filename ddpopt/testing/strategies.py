@@ -4,8 +4,6 @@ Invariant: nothing is drawn and thrown away. Draws shrink toward fewer steps, to
 toward blocks that were registered first, and toward the first choice of each option.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -109,7 +107,7 @@ class _Place:
         kept = (block.pure or not self.pure) and not (block.breaks and self.unbroken)
         return fits and kept and block.within(self.allowed) is not None
 
-    def inside(self, block: Block) -> _Place:
+    def inside(self, block: Block) -> "_Place":
         """Where the steps of a block's body may go."""
         return replace(
             self,

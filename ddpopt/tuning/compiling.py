@@ -18,10 +18,10 @@ from typing import Any, Literal
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 
+from ddpopt.ddp.agreement import same_buckets
 from ddpopt.ddp.deferral import LONGEST_WAIT, pending, watch, watchers
 from ddpopt.ddp.fit import ddp_within
 from ddpopt.ddp.impose import impose_decided, imposed_plan
-from ddpopt.ddp.plan_exchange import same_buckets
 from ddpopt.dynamo import api
 from ddpopt.errors import InfrastructureError, PlanMismatchError, UsageError
 from ddpopt.graph.nodes import CompilerFn

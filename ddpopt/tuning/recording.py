@@ -24,9 +24,9 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.futures import Future
 
+from ddpopt.ddp.agreement import exchange_plans
 from ddpopt.ddp.deferral import patience
 from ddpopt.ddp.fit import require_between_iterations
-from ddpopt.ddp.plan_exchange import exchange_plans
 from ddpopt.ddp.reducer import install
 from ddpopt.errors import UsageError
 from ddpopt.planning.model_graphs import specs_by_id

@@ -18,8 +18,6 @@ faster below ``(p - 1) a / b`` bytes. The measured link is taken for a ring, and
 Invariant: at the measured world size the ring is the measured link.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any

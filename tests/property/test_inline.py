@@ -36,7 +36,7 @@ def test_a_graph_that_lends_parameters_is_the_same_program(graph: SmallGraph, co
     read = {use.spec.name for use in facts.params}
     lent = [node for node in lendable(graph.gm, facts) if read.issuperset(sources[node].values())]
     buckets = plan_graph(facts, config).buckets
-    groups = together(lent, sources, facts, buckets)
+    groups = together(lent, facts, buckets)
     assert_in_order(groups, sources, facts, buckets)
     run = compile_inline(graph.gm, graph.example_values, groups, facts.late, as_it_is)
     inputs = list(real_inputs(graph))

@@ -159,9 +159,8 @@ def arithmetic_of(
     center = values.mean(0)
     factor, truth, note = centered_factor(len(values)), center, "no float64 reference"
     kind = dense(samples[0]).dtype
-    dtype = (
-        kind if kind.is_floating_point else torch.float64
-    )  # an integer that rounding does not change is exact
+    # an integer that rounding does not change is exact
+    dtype = kind if kind.is_floating_point else torch.float64
     if reference is not None:
         found = exact(reference).where(settled, 0)
         spread = _norm([rms(value - center) for value in values])

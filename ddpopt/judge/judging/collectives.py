@@ -55,9 +55,8 @@ def same_order(evidence: RunEvidence) -> Broken:
     """Collectives that ranks enter in different orders never end, or mix up their data."""
     if not evidence.option.sends_as_usual:
         return
-    for rank, index, theirs, ours in unlike_first(
-        evidence.peers, lambda peer: (*peer.collectives, "nothing")
-    ):
+    pairs = unlike_first(evidence.peers, lambda peer: (*peer.collectives, "nothing"))
+    for rank, index, theirs, ours in pairs:
         yield Break(f"collective {index}: rank {rank} has {theirs}, rank 0 {ours}")
 
 

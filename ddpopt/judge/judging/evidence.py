@@ -4,6 +4,7 @@ Invariant: a summary holds no tensors, so ranks can send it to each other.
 """
 
 import hashlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
@@ -48,10 +49,7 @@ def peer_of(rank: int, record: Record) -> Peer:
     return Peer(
         rank=rank,
         states=tuple({name: _digest(t) for name, t in step.state.items()} for step in record.steps),
-        graphs=tuple(
-            record.graphs[before:after]
-            for before, after in zip([0, *record.graphs_after], record.graphs_after, strict=False)
-        ),
+        graphs=tuple(record.graphs[a:b] for a, b in itertools.pairwise([0, *record.graphs_after])),
         buckets=tuple(tuple(bucket.params for bucket in one.buckets) for one in record.iterations or ()),
         collectives=tuple(_sent(c) for c in record.collectives if not c.op.startswith(ONE_SIDED)),
     )

@@ -5,8 +5,6 @@ leaves is judged at one level at least, or a remark names it with the reason; an
 collectives.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
@@ -80,7 +78,7 @@ class Ladder:
             written=reference.written,
         )
 
-    def climb(self, record: Record) -> Sheet:
+    def climb(self, record: Record) -> "Sheet":
         """Judge all numbers of a run.
 
         A gradient, or a number computed from one, is judged at L2 instead if it may be summed in another
@@ -103,7 +101,7 @@ class Ladder:
             sheet.say(RESUMMED, name)
         return sheet
 
-    def _resummed(self, record: Record, sheet: Sheet) -> set[str]:
+    def _resummed(self, record: Record, sheet: "Sheet") -> set[str]:
         """Names of numbers that are not equal, but may be summed in another order than in eager."""
         is_cut = bool(record.plan and record.plan.cuts) or self.mode.optimize_ddp == "ddp_optimizer"
         if not record.graphs or not (is_cut or self.option.forwards > 1):
@@ -111,7 +109,7 @@ class Ladder:
         after = {n.name for n in pairs(record, self.reference.eager) if self.rules.sums(n.kind, n.name)}
         return sheet.wrong() & after
 
-    def _judged(self, record: Record, rules: Rules) -> Sheet:
+    def _judged(self, record: Record, rules: Rules) -> "Sheet":
         """Compare all numbers that both sides have, each at its levels."""
         sheet = Sheet(self.ranks.rank, buckets_of(record))
         self._remark(sheet)
@@ -130,7 +128,7 @@ class Ladder:
             self._communicated(record, record.local, sheet)
         return sheet
 
-    def _communicated(self, record: Record, local: RecordedStep, sheet: Sheet) -> None:
+    def _communicated(self, record: Record, local: RecordedStep, sheet: "Sheet") -> None:
         """Compare the gradients that the last step reduced with the mean of the same step's under no_sync.
 
         Differences in compiled arithmetic then cannot hide faults of communication. Numbers that eager does
@@ -147,7 +145,7 @@ class Ladder:
                 compared = communication(got, sums[name], self.option.comm_dtype, eager.get(name))
                 sheet.add("L1", step, name, compared)
 
-    def _remark(self, sheet: Sheet) -> None:
+    def _remark(self, sheet: "Sheet") -> None:
         """Note peculiarities of eager, and which checks are therefore left out."""
         if self.reference.unstable:
             names = ", ".join(sorted(self.reference.unstable))
@@ -263,7 +261,7 @@ class Sheet:
         """Names of the numbers that are wrong."""
         return {item.measured.parameter for item in self.judged if not item.right}
 
-    def in_short(self) -> Sheet:
+    def in_short(self) -> "Sheet":
         """The sheet with only the worst comparison of each number and level."""
         return replace(self, judged=worst(self.judged))
 

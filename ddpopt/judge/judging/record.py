@@ -5,8 +5,6 @@ one order. Invariant: every number has a level, and everything that a step leave
 integers and counts, which `ddpopt.judge.judging.structure` compares directly.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -121,7 +119,7 @@ class Record:
     promised: Mapping[str, int] | None = None
     checkpoint: Any = None
 
-    def continued(self, other: Record) -> Record:
+    def continued(self, other: "Record") -> "Record":
         """This run and the one that went on from it."""
         counts = [*self.graphs_after, *(len(self.graphs) + count for count in other.graphs_after)]
         parts = ("steps", "graphs", "captures", "collectives", "elsewhere", "sent")
@@ -199,9 +197,7 @@ def left_behind(one: RecordedStep) -> dict[str, tuple[NumberKind, Tensor]]:
     Returns:
         Each number with what it depends on; gradients that are None are left out.
     """
-    found = {
-        name: (NumberKind.GRADIENT, tensor) for name, tensor in one.gradients.items() if tensor is not None
-    }
+    found = {name: (NumberKind.GRADIENT, g) for name, g in one.gradients.items() if g is not None}
     for name, value in seen(one).items():
         if isinstance(value, Tensor):
             found[name] = (_kind(one, name), value)
@@ -272,9 +268,8 @@ class Rules:
 
     def sums(self, kind: NumberKind, name: str) -> bool:
         """Whether a number is a gradient or computed from one, other than by the optimizer's own update."""
-        return kind is not NumberKind.FORWARD and (
-            kind is not NumberKind.PARAMETER or plain(name) in self.written
-        )
+        updated = kind is NumberKind.PARAMETER and plain(name) not in self.written
+        return kind is not NumberKind.FORWARD and not updated
 
     def levels(self, kind: NumberKind, name: str) -> tuple[str, ...]:
         """The levels that judge a number.
@@ -292,9 +287,8 @@ class Rules:
             return ("L0",)
         if plain(name) in self.unstable or name in self.resummed:
             return ("L2",)
-        if kind in (NumberKind.FORWARD, NumberKind.OWN) or (
-            kind is NumberKind.GRADIENT and name in self.ignored
-        ):
+        kept = kind is NumberKind.GRADIENT and name in self.ignored
+        if kept or kind in (NumberKind.FORWARD, NumberKind.OWN):
             return ("L0",) if self.exact else ("L2",)
         if kind is NumberKind.GRADIENT and self.exact and self.means:
             return ("L0", "L1") if self.ordered else ("L1",)

@@ -4,8 +4,6 @@ Invariant: all ranks take part in every collective of a reference, even if some 
 exchanged first.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc
@@ -112,16 +110,13 @@ class Bench:
         Returns:
             The record; None if the run failed on any rank. `failures` then says on which, and how.
         """
-        subject = self.subject
+        subject, resumes = self.subject, self.subject.option.resumes
         course = Course(
             more.pop("case", subject.adapted),
             subject.option,
             backend,
-            RESUMED if subject.option.resumes else subject.steps,
-            evaluate=subject.evaluates
-            and how is not LOCAL
-            and not self.unevaluated
-            and not subject.option.resumes,
+            RESUMED if resumes else subject.steps,
+            evaluate=subject.evaluates and how is not LOCAL and not self.unevaluated and not resumes,
             **more,
         )
         record, failure = None, None
@@ -131,7 +126,7 @@ class Bench:
             grid, limit_s = self.grid, self.collective_limit_s
             group = new_group(limit_s, grid.columns)
             try:
-                if subject.option.resumes and grid.columns:
+                if resumes and grid.columns:
                     raise UnsupportedError(f"the option {subject.option.name} resumes no parts of models")
                 course = replace(course, case=subject.option.grouped(course.case, group))
                 with grid.laid(subject.device.type, group, limit_s):
@@ -146,7 +141,7 @@ class Bench:
             del course, group
             gc.collect()
         self.failures = [other for other in self.ranks.gather(failure) if other is not None]
-        if record is not None and not self.failures and subject.option.resumes:
+        if record is not None and not self.failures and resumes:
             return self._resumed(record, later, how)
         return None if self.failures else record
 
@@ -277,7 +272,7 @@ class Reference:
         self.eager_peers = bench.peers(eager)
 
     @classmethod
-    def make(cls, bench: Bench) -> Reference | None:
+    def make(cls, bench: Bench) -> "Reference | None":
         """Run eager DDP twice, and the model alone.
 
         Returns:

@@ -167,22 +167,16 @@ def learned(
     Returns:
         For each step, the rounding by the name of the number.
     """
-    found = []
+    found: list[dict[str, Arithmetic]] = []
     for step in range(len(runs[0].moments)):
         own, *others = (_values(run, step, runs[0], written) for run in runs)
         wide = {} if truth is None else _values(truth, step, runs[0], written)
         terms = sums[step] if step < len(sums) else {}
-        found.append(
-            {
-                name: arithmetic_of(
-                    [value, *(other[name] for other in others if name in other)],
-                    None if plain(name) in unstable else wide.get(name),
-                    terms.get(name),
-                    sent_as,
-                )
-                for name, value in own.items()
-            }
-        )
+        found.append({})
+        for name, value in own.items():
+            samples = [value, *(other[name] for other in others if name in other)]
+            reference = None if plain(name) in unstable else wide.get(name)
+            found[-1][name] = arithmetic_of(samples, reference, terms.get(name), sent_as)
     return found
 
 

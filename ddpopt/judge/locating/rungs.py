@@ -5,8 +5,6 @@ ranks continue from it. Invariant: it holds only what was observed, and a rung t
 not count as a disagreement.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -51,7 +49,7 @@ class Question:
     structural: bool = True
     evaluates: bool = False
 
-    def is_shown_by(self, stage: Stage, symptom: Symptom | None) -> bool:
+    def is_shown_by(self, stage: "Stage", symptom: "Symptom | None") -> bool:
         """Whether this disagreement of a stage may be the fault; always true for the trial's own stage."""
         own = (stage.mode, stage.backend) == (self.mode, self.backend)
         return symptom is not None and (own or self.structural or symptom != Symptom("structure"))

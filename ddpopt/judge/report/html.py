@@ -7,17 +7,8 @@ page loads nothing, so that a verdict on an untrusted model can be opened safely
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from ddpopt.explanation.tables import mib
+from ddpopt.judge.report import wording
 from ddpopt.judge.report.matrix import overview
-from ddpopt.judge.report.wording import (
-    WORDS,
-    count_of,
-    headline,
-    level_name,
-    number,
-    script_outcome,
-    sentence,
-    worst_first,
-)
 from ddpopt.judge.verdict import SeenBucket, Status, Trial, Verdict
 
 DETAILED = 24
@@ -43,8 +34,7 @@ def html_page(verdict: Verdict) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    filters = (count_of, id, is_wrong, level_name, mib, number, script_outcome, sentence, worst_first)
-    environment.filters.update({each.__name__: each for each in filters})
+    environment.filters |= {**vars(wording), "id": id, "is_wrong": is_wrong, "mib": mib}
     view = overview(verdict)
     return environment.get_template("verdict.html.jinja").render(
         verdict=verdict,
@@ -53,8 +43,8 @@ def html_page(verdict: Verdict) -> str:
         indices={id(trial): index for index, trial in enumerate(verdict.trials)},
         details=sorted(verdict.trials, key=lambda trial: trial.status is not Status.WRONG)[:DETAILED],
         most_errors=ERRORS,
-        word=WORDS[verdict.exit_code],
-        headline=headline(verdict),
+        word=wording.WORDS[verdict.exit_code],
+        headline=wording.headline(verdict),
         statuses=[each for each in Status if any(trial.status is each for trial in verdict.trials)],
     )
 

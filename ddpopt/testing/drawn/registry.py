@@ -10,8 +10,6 @@ each parameter it makes, unless it declares that it detaches; it changes in plac
 itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -190,7 +188,7 @@ class Step:
     block: str
     reads: tuple[int, ...]
     options: tuple[tuple[str, Any], ...]
-    body: tuple[Step, ...]
+    body: "tuple[Step, ...]"
 
     def __repr__(self) -> str:
         block = find_block(self.block)
@@ -199,7 +197,7 @@ class Step:
         body = [f"body={self.body!r}"] if self.body else []
         return f"step({', '.join([repr(self.block), *map(repr, reads), *options, *body])})"
 
-    def all(self) -> Iterator[Step]:
+    def all(self) -> "Iterator[Step]":
         """This step and all steps in its body."""
         yield self
         for inner in self.body:

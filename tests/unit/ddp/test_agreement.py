@@ -1,4 +1,4 @@
-"""ddpopt.ddp.agreement: texts of several ranks, here several threads over one store."""
+"""ddpopt.ddp.agreement: texts of several ranks, here several threads over one store; how plans differ."""
 
 import functools
 import time
@@ -8,11 +8,13 @@ from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
+import expecttest
 import pytest
 import torch.distributed as dist
 
-from ddpopt.ddp.agreement import agree, announce
+from ddpopt.ddp.agreement import agree, announce, plan_difference, same_buckets
 from ddpopt.errors import InfrastructureError
+from ddpopt.planning.plan import Bucket, Plan
 from tests.refusals import refusal
 
 c10d: Any = dist  # torch does not mark its re-exports
@@ -137,3 +139,42 @@ def test_a_store_that_is_gone_is_an_error(members: Members, monkeypatch: pytest.
         "test: the process group's key-value store failed (connection reset). Usually this means that rank "
         "0, which hosts it, has exited: check its log for the reason"
     )
+
+
+def plan(*buckets: str, device: str = "cpu") -> Plan:
+    """A plan of parameters with one-letter names."""
+    return Plan(
+        tuple(Bucket(i, tuple(b), 4, "float32", device, 0, "test") for i, b in enumerate(buckets)), (), ()
+    )
+
+
+def test_the_difference_names_ranks_and_parameters_bucket_by_bucket_and_is_cut_short() -> None:
+    few = [plan("ab", "cd"), plan("ab", "dc")]
+    assert plan_difference(few) == "  bucket 1: rank 0: c, d; rank 1: d, c"
+    left = [f"{letter}0" for letter in "abcdefghijkl"]
+    plans = [plan(*left), plan(*(name[::-1] for name in left)), plan(*left), plan("abcdefghi")]
+    expecttest.assert_expected_inline(
+        plan_difference(plans),
+        """\
+  bucket 0: ranks 0, 2: a, 0; rank 1: 0, a; rank 3: a, b, c, d, e, f, and 3 more
+  bucket 1: ranks 0, 2: b, 0; rank 1: 0, b; rank 3: no such bucket
+  bucket 2: ranks 0, 2: c, 0; rank 1: 0, c; rank 3: no such bucket
+  bucket 3: ranks 0, 2: d, 0; rank 1: 0, d; rank 3: no such bucket
+  bucket 4: ranks 0, 2: e, 0; rank 1: 0, e; rank 3: no such bucket
+  bucket 5: ranks 0, 2: f, 0; rank 1: 0, f; rank 3: no such bucket
+  bucket 6: ranks 0, 2: g, 0; rank 1: 0, g; rank 3: no such bucket
+  bucket 7: ranks 0, 2: h, 0; rank 1: 0, h; rank 3: no such bucket
+  and 4 more buckets""",
+    )
+
+
+def test_ranks_without_a_plan_are_named() -> None:
+    assert plan_difference([None, plan("a"), None]) == "  no plan on ranks 0, 2, one on the others"
+
+
+def test_plans_are_the_same_where_only_the_device_differs() -> None:
+    assert same_buckets([plan("ab", device="cuda:0"), plan("ab", device="cuda:1")])
+    assert not same_buckets([plan("ab"), plan("ba")])
+    assert not same_buckets([plan("a", "b"), plan("b", "a")])
+    assert not same_buckets([plan("ab"), None])
+    assert same_buckets([None, None])

@@ -86,9 +86,9 @@ def grouped(*uses: tuple[str, int, dict[str, Any]], buckets: Sequence[str]) -> s
     nodes = {graph.placeholder(name): {name: name} for name, _, _ in uses}
     usual = {"nbytes": 4, "dtype": "f", "device": "cpu"}
     specs = {name: ParamSpec(name, **{**usual, **special}) for name, _, special in uses}
-    facts = GraphFacts((), tuple(ParamUse(specs[name], (at,)) for name, at, _ in uses), ())
+    facts = GraphFacts((), tuple(ParamUse(specs[name], (at,)) for name, at, _ in uses), (), nodes)
     decided = [Bucket(index, tuple(word), 4, "f", "cpu", 0, "") for index, word in enumerate(buckets)]
-    groups = together([*nodes], nodes, facts, decided)
+    groups = together([*nodes], facts, decided)
     return " ".join("".join(node.name for node in group) for group in groups)
 
 
