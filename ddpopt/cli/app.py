@@ -221,9 +221,19 @@ def verify(  # noqa: PLR0913  # one for each option of the command line
 
     sizes = sizes_of(mesh)
     nproc = nproc if sizes is None else sizes[0] * sizes[1]
-    files, engines = tuple(report or ()), tuple(engine or ())
     verification = Verification(
-        nproc, backend, mode, options, steps, timeout, json, files, dtype, device, sizes, engines
+        nproc=nproc,
+        backend=backend,
+        modes=mode,
+        options=options,
+        steps=steps,
+        timeout_s=timeout,
+        json=json,
+        reports=tuple(report or ()),
+        dtype=dtype,
+        device=device,
+        mesh=sizes,
+        engines=tuple(engine or ()),
     )
     raise typer.Exit(verification.of_target(target, given.ddp_arguments(ddp or ()), locate=locate))
 
@@ -246,9 +256,16 @@ def matrix(  # noqa: PLR0913  # one for each option of the command line
     """
     from ddpopt.cli.verification import Verification
 
-    mode, options, files = mode or "all", options or "all", tuple(report or ())
     verification = Verification(
-        nproc, backend, mode, options, steps, timeout, json, files, engines=tuple(engine or ())
+        nproc=nproc,
+        backend=backend,
+        modes=mode or "all",
+        options=options or "all",
+        steps=steps,
+        timeout_s=timeout,
+        json=json,
+        reports=tuple(report or ()),
+        engines=tuple(engine or ()),
     )
     raise typer.Exit(verification.of_matrix())
 

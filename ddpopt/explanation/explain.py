@@ -18,14 +18,15 @@ from ddpopt.planning.capture import Capture, capture
 from ddpopt.planning.limits import DDP_ARGUMENTS
 from ddpopt.planning.plan import Plan
 from ddpopt.planning.strategy import Strategy
+from ddpopt.step.settings import running_plan
 
 
 def explain(model: nn.Module, *inputs: Any, strategy: Strategy = "auto", **kwargs: Any) -> Explanation:
     """Explain a model's buckets and cuts, side by side with DDP's own buckets and torch's DDPOptimizer.
 
     Args:
-        model: a module, or a DDP module, whose own bucket options then apply. Parameters may be real, fake
-            or on the meta device.
+        model: a module, or a DDP module, whose own bucket options then apply. If a `ddpopt.train_step`
+            trains it, the plan is that step's. Parameters may be real, fake or on the meta device.
         inputs: the positional arguments of its forward.
         strategy: as for `ddpopt.compile`.
         kwargs: DDP's own arguments (``bucket_cap_mb=25``, ``bucket_cap_mb_list``,
@@ -42,7 +43,9 @@ def explain(model: nn.Module, *inputs: Any, strategy: Strategy = "auto", **kwarg
     captured = capture(model, *inputs, strategy=strategy, **kwargs)
     forward_kwargs = {key: value for key, value in kwargs.items() if key not in DDP_ARGUMENTS}
     inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-    return _explain(captured, RehearsedStep(inner, inputs, forward_kwargs, sum_of_squares))
+    explained = _explain(captured, RehearsedStep(inner, inputs, forward_kwargs, sum_of_squares))
+    trained = running_plan(model)
+    return replace(explained, plan=trained, inline=True) if trained else explained
 
 
 def explain_case(case: Case, ddp_kwargs: Mapping[str, Any], strategy: Strategy = "auto") -> Explanation:

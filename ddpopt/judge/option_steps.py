@@ -58,8 +58,10 @@ def autocast(trainer: Trainer) -> None:
 
 
 def scaled(trainer: Trainer) -> None:
-    """Scale the loss, as for half precision."""
-    trainer.backward(trainer.updates.scaler.scale(trainer.loss()))
+    """Scale the loss, as for half precision; in the second step it overflows on the first rank."""
+    overflows = trainer.step == 1 and trainer.place.rank == 0
+    loss = trainer.updates.scaler.scale(trainer.loss())
+    trainer.backward(loss * torch.inf if overflows else loss)
 
 
 def both_models(trainer: Trainer) -> None:
@@ -86,11 +88,10 @@ def clip(trainer: Trainer) -> None:
     trainer.extras["norm"] = trainer.parallel.clip(MAX_NORM)
 
 
-def overflow(trainer: Trainer) -> None:
-    """Let the scaled loss of the second step be infinite."""
-    scaler = trainer.updates.scaler
+def rescale(trainer: Trainer) -> None:
+    """Change the scale: to the same one on all ranks, also where each rank trains alone."""
     if trainer.step:
-        scaler.update(float("inf") if trainer.step == 1 else SCALE)
+        trainer.updates.scaler.update(SCALE * 2**trainer.step)
 
 
 def unscale(trainer: Trainer) -> None:

@@ -145,9 +145,9 @@ OPTIONS: tuple[Option, ...] = (
     Option("clipping", "clip_grad_norm_ after each backward", finish_step=do.clip),
     Option(
         "scaling",
-        "GradScaler scales the loss, differently in each step, and leaves out a step that overflows",
+        "GradScaler scales the loss, differently in each step, and leaves out one that overflows on a rank",
         recipe=Recipe(SGD, {"lr": LEARNING_RATE}, scales=True),
-        before_step=do.overflow,
+        before_step=do.rescale,
         take_step=do.scaled,
         finish_step=do.unscale,
     ),

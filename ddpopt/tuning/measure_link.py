@@ -39,11 +39,11 @@ def measure_link(group: Any, device: torch.device) -> Link:
         The link; its costs are equal on all ranks.
     """
     streams = [(count, size) for size in SIZES for count in COUNTS if size * count <= MOST_BYTES]
-    own = []
-    for count, nbytes in streams:
-        buffers = [torch.zeros(nbytes // 4, dtype=torch.float32, device=device) for _ in range(count)]
-        own.append(median([_stream_s(group, device, buffers) for _ in range(REPEATS + 1)][1:]))
-    times = zip(streams, slowest([own], group, device), strict=True)
+    memory = torch.zeros(MOST_BYTES // 4, dtype=torch.float32, device=device)
+    buffers = [torch.split(memory[: count * size // 4], size // 4) for count, size in streams]
+    # round after round, so that a busy moment is in one time of each stream; the first one warms up
+    own = [[_stream_s(group, device, each) for each in buffers] for _ in range(REPEATS + 1)]
+    times = zip(streams, slowest(own[1:], group, device), strict=True)
     rows = [(count, count * size, s) for (count, size), s in times]
     latency = _slope([(count, s) for count, nbytes, s in rows if nbytes == count * SIZES[0]])
     per_byte = _slope([(nbytes, s) for _, nbytes, s in rows])  # the large ones decide

@@ -39,7 +39,10 @@ benchmarks/summary.py does so elsewhere); compare this repository's own baseline
 BY_DAY = ("README.md", "docs/training.md", "docs/engines.md")
 """What a reader tries first; the others by night."""
 MARKS = {page: () if page in BY_DAY else pytest.mark.nightly for page in BLOCKS if BLOCKS[page]}
-NIGHTLY = ("inductor", "per-node 8", "per-node 4", "fuzz", "minimize", "pytest -n", "-m pytest")
+NIGHTLY = (
+    "inductor", "per-node 8", "per-node 4", "fuzz", "minimize", "pytest -n", "-m pytest", "judge_it",
+    "backend_page",
+)  # fmt: skip
 """Run with --nightly only. By day tests/unit/cli/test_page.py looks at the options of all commands."""
 OWN = {
     "my/module.py": "def function(gm, inputs):\n    return gm.forward\n",

@@ -436,7 +436,7 @@ def test_adam_is_bitwise_a_compiled_optimizer_after_eager_gradients(ranks: Ranks
         assert not differences(ranks, mine, its, 0.0)
 
 
-def test_collectives_are_the_plans_buckets_and_the_judge_agrees(ranks: Ranks) -> None:
+def test_collectives_are_the_plans_buckets_and_the_explained_ones(ranks: Ranks) -> None:
     model = DDP(Net(), bucket_cap_mb=CAP_MB)
     optimizer = sgd()(model)
     step = ddpopt.train_step(plain, backend="aot_eager")
@@ -451,6 +451,9 @@ def test_collectives_are_the_plans_buckets_and_the_judge_agrees(ranks: Ranks) ->
     assert [[each.bucket for each in one.collectives] for one in seen.iterations] == [
         [*range(len(plan.buckets))]
     ] * 3
+    explained = ddpopt.explain(model, torch.ones(2, WIDTH))
+    assert (explained.plan, explained.inline) == (plan, True)
+    assert plan.fingerprint in str(explained)
 
 
 def test_each_bucket_leaves_before_the_next_layer_is_computed_in_inductors_code(ranks: Ranks) -> None:

@@ -1,7 +1,8 @@
 """Runs in which verification must find nothing: ddpopt's strategies over the corpus.
 
 Every case as it is, with the backend that keeps eager's order; some under other options; some with a backend
-that is judged by arithmetic; and a few with Inductor itself. Invariant: each is one that eager DDP can do.
+that is judged by arithmetic; and a few with Inductor itself. Invariant: eager DDP can do each, and so can
+torch's whole graph, in the installed release.
 """
 
 import itertools
@@ -29,6 +30,12 @@ OPTIONS = (
     "tensor_hook", "scaling", "hook_allreduce", "no_broadcast", "module_hooks", "find_unused",
     "forward_in_no_sync", "bucket_view_kept", "accumulated_hook",
 )  # fmt: skip
+NOT_CLEAN = (
+    # before 2.13, torch's whole graph under DDP compiles changing numbers once more than the model alone
+    *(("stochastic_depth",) if torch.__version__ < "2.13" else ()),
+    *(("batched_copy",) if torch.__version__ < "2.12" else ()),  # DDP does not have it
+)
+"""The cases and options that eager DDP or torch's whole graph cannot do in this release."""
 
 
 def rounding(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
@@ -42,8 +49,9 @@ def clean_runs() -> CleanRuns:
         (UNDER_OPTIONS[(place + shift) % len(UNDER_OPTIONS)], option)
         for shift in range(len(UNDER_OPTIONS))
         for place, option in enumerate(OPTIONS)
+        if option not in NOT_CLEAN
     )
-    plain = [(case.name, "default") for case in corpus.cases()]
+    plain = [(case.name, "default") for case in corpus.cases() if case.name not in NOT_CLEAN]
     missing = AT_LEAST // len(MODES) - len(plain) - len(WITH_ROUNDING) - len(WITH_INDUCTOR)
     exact = [*plain, *itertools.islice(pairs, max(0, missing))]
     return {
