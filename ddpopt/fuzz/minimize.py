@@ -10,7 +10,7 @@ by `weight`, so the search terminates. Invariant: the result was seen to fail in
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ddpopt.errors import NotJudgedError
@@ -80,7 +80,8 @@ def minimized(
     Raises:
         NotJudgedError: the case does not fail as recorded.
     """
-    search = _Search(case, ask, tries, None if seconds is None else time.monotonic() + seconds, tell)
+    end = None if seconds is None else time.monotonic() + seconds
+    search = _Search(Minimized(case, case), ask, tries, end, tell)
     first = ask(case)
     if not case.fails_so(first):
         raise NotJudgedError(
@@ -91,18 +92,16 @@ def minimized(
     return replace(search.found, ended=search.may_ask())
 
 
+@dataclass
 class _Search:
     """The search for a smaller form of one failure."""
 
-    def __init__(
-        self, case: FoundCase, ask: Ask, tries: int, end: float | None, tell: Callable[[Minimized], None]
-    ) -> None:
-        self.found = Minimized(case, case)
-        self._ask = ask
-        self._tries = tries
-        self._end = end
-        self._notify = tell
-        self._known: dict[FoundCase, bool] = {}
+    found: Minimized
+    ask: Ask
+    tries: int
+    end: float | None
+    tell: Callable[[Minimized], None]
+    known: dict[FoundCase, bool] = field(default_factory=dict)
 
     def run(self) -> None:
         """Make the case smaller until nothing helps."""
@@ -113,8 +112,8 @@ class _Search:
 
     def may_ask(self) -> bool:
         """Whether tries and time are left."""
-        late = self._end is not None and time.monotonic() > self._end
-        return self.found.tries < self._tries and not late
+        late = self.end is not None and time.monotonic() > self.end
+        return self.found.tries < self.tries and not late
 
     def _plainer_setting(self) -> None:
         """Try fewer ranks and steps, and simpler backends."""
@@ -144,12 +143,12 @@ class _Search:
 
     def _shows(self, candidate: FoundCase) -> bool:
         """Whether a candidate fails in the same way; if so, it is kept. False once tries or time run out."""
-        if candidate in self._known or not self.may_ask():
-            return self._known.get(candidate, False)
-        right = self._known[candidate] = candidate.fails_so(self._ask(candidate))
+        if candidate in self.known or not self.may_ask():
+            return self.known.get(candidate, False)
+        right = self.known[candidate] = candidate.fails_so(self.ask(candidate))
         case = candidate if right else self.found.case
         self.found = replace(self.found, case=case, tries=self.found.tries + 1)
-        self._notify(self.found)
+        self.tell(self.found)
         return right
 
 

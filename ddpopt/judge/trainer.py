@@ -329,10 +329,7 @@ def _evaluate(trainer: Trainer) -> None:
         # attention must compute what compiled code computes, without its fast-path kernel
         stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)
-        ways: list[tuple[str, int, Any]] = [
-            ("first evaluation", 0, torch.no_grad),
-            ("evaluation", last, torch.no_grad),
-        ]
+        ways: list[Any] = [("first evaluation", 0, torch.no_grad), ("evaluation", last, torch.no_grad)]
         if not has_parts(trainer.parallel.model):  # DTensor's layers compute in another order in inference
             ways.append(("inference", last, torch.inference_mode))
         for name, steps, without_gradients in ways:
