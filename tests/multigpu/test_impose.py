@@ -16,16 +16,7 @@ from ddpopt.planning.bucket_rule import specs_from_ddp
 from ddpopt.planning.plan import Plan
 from ddpopt.ranks.group import Ranks
 from tests.multigpu.models import arbitrary_plan, hook_that_sees, plan_of
-from tests.multigpu.training import (
-    SETTINGS,
-    STEPS,
-    Buckets,
-    Setting,
-    alike,
-    batch,
-    build,
-    train,
-)
+from tests.multigpu.training import SETTINGS, STEPS, Buckets, Setting, alike, batch, build, train
 
 SOON_S = 20.0
 """On a busy machine too, but before ranks stop waiting for each other."""

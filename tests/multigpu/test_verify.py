@@ -78,9 +78,7 @@ def each_option() -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("under", "strategy"),
-    each_option(),
-    ids=lambda value: value if isinstance(value, str) else value.name,
+    ("under", "strategy"), each_option(), ids=lambda value: value if isinstance(value, str) else value.name
 )
 def test_ddpopt_does_what_eager_ddp_does_under_every_option(under: Option, strategy: str) -> None:
     # what has caps of its own would put all of the small case into one bucket

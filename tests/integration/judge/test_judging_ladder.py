@@ -42,12 +42,7 @@ def clipped(alone: Ranks) -> Iterator[Reference]:
 
 
 def climb(
-    reference: Reference,
-    record: Record,
-    *,
-    exact: bool = True,
-    ordered: bool = True,
-    how: str = "whole",
+    reference: Reference, record: Record, *, exact: bool = True, ordered: bool = True, how: str = "whole"
 ) -> Sheet:
     judged = LOCAL if how == LOCAL.name else mode(how)
     return Ladder(reference, judged, exact=exact, ordered=ordered).climb(record)
@@ -128,10 +123,7 @@ def test_whatever_is_wrong_is_found_in_every_way_to_judge(clipped: Reference, wh
 
 def test_a_parameter_without_a_gradient_has_to_stay(clipped: Reference) -> None:
     step = clipped.eager.steps[1]
-    none: dict[str, Any] = {
-        "gradients": {**step.gradients, NAME: None},
-        "final": {**step.final, NAME: None},
-    }
+    none: dict[str, Any] = {"gradients": {**step.gradients, NAME: None}, "final": {**step.final, NAME: None}}
     kept = {**step.state, NAME: clipped.eager.starts[1][NAME]}
     eager = changed(clipped.eager, **none, state=kept)
     reference = standing_in(clipped, eager=eager)

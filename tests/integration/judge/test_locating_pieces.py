@@ -35,11 +35,7 @@ def gradients(model: nn.Module, call: Callable[..., Any]) -> list[Tensor]:
 
 @pytest.mark.parametrize(
     ("chosen", "compiled"),
-    [
-        (NOTHING, []),
-        (range(2, 4), [["linear", "sigmoid"]]),
-        (range(6, 99), [["linear", "relu"]]),
-    ],
+    [(NOTHING, []), (range(2, 4), [["linear", "sigmoid"]]), (range(6, 99), [["linear", "relu"]])],
 )
 def test_what_is_chosen_is_compiled_as_one_and_gradients_stay(
     chosen: range, compiled: list[list[str]]

@@ -131,10 +131,7 @@ RETURNS = "expected it to return (model, inputs), (model, args, kwargs) or a ddp
         (returns_swapped, f"{RETURNS}, got (Tensor, Linear)"),
         (raises, f"{CALLED}ValueError: no such size: 0 {line_of(raises)}"),
         (leaves, f"{CALLED}SystemExit: 0 {line_of(leaves)}"),
-        (
-            f"{HERE}:MODEL_LEAVES",
-            f"making its model failed: SystemExit: 0 {line_of(leaves)}",
-        ),
+        (f"{HERE}:MODEL_LEAVES", f"making its model failed: SystemExit: 0 {line_of(leaves)}"),
         ("no_such_package.models:make", f"there is no module 'no_such_package'; {INSTALL}"),
         ("ddpopt.testin:make", f"there is no module 'ddpopt.testin'; {INSTALL}; did you mean 'testing'?"),
         (f"{HERE}:singl", f"module {HERE!r} has no attribute 'singl'; did you mean 'single'?"),

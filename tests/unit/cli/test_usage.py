@@ -84,10 +84,7 @@ def test_the_command_that_fuzz_prints_for_a_failure_runs(capsys: pytest.CaptureF
             "tune tied --world-size 8 --nproc 1",
             "--world-size: expected numbers from 2 and a link of 2 or more ranks, got '8' and 1",
         ),
-        (
-            "tune tied --link old.json",
-            "format 1, which another version wrote; this one has 2. Make it again",
-        ),
+        ("tune tied --link old.json", "format 1, which another version wrote; this one has 2. Make it again"),
         ("tune tied --backend nosuch", "expected the name of a Dynamo backend, got 'nosuch'; known"),
         ("tune tied --most-mb 0", "--most-mb: expected a positive number, got 0.0"),
         ("tune tied --trace x --html ./x", "--html: './x' is also the file of --trace; name another"),
