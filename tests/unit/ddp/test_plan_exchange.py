@@ -8,9 +8,8 @@ from ddpopt.planning.plan import Bucket, Plan
 
 def plan(*buckets: str, device: str = "cpu") -> Plan:
     """A plan of parameters with one-letter names."""
-    return Plan(
-        tuple(Bucket(i, tuple(b), 4, "float32", device, 0, "test") for i, b in enumerate(buckets)), (), ()
-    )
+    made = (Bucket(i, tuple(names), 4, "float32", device, 0, "test") for i, names in enumerate(buckets))
+    return Plan(tuple(made), (), ())
 
 
 def test_the_difference_names_ranks_and_parameters_bucket_by_bucket_and_is_cut_short() -> None:
