@@ -29,9 +29,10 @@ GRAPHS_OF_A_SHAPE = 4
 """Training and eval mode, with a batch whose size is known and one whose size is a symbol."""
 
 
-def between_steps(when: Callable[[Any], object] = lambda _: True, **drawn: Any) -> Callable[[Any], Any]:
+def between_steps(when: Callable[[Any], bool] = lambda _: True, **drawn: Any) -> Callable[[Any], Any]:
     """A rule for when no forward waits for its backward."""
-    return lambda method: precondition(lambda self: not self.pending and when(self))(rule(**drawn)(method))
+    made: Any = rule(**drawn)  # Hypothesis types it for one rule at a time
+    return lambda method: precondition(lambda self: not self.pending and when(self))(made(method))
 
 
 class Training(RuleBasedStateMachine):
@@ -146,7 +147,7 @@ class Training(RuleBasedStateMachine):
         states = ((run.ddp.state_dict(), run.optimizer.state_dict()) for run in self.runs)
         self.saved = [copy.deepcopy(state) for state in states]
 
-    @between_steps(lambda self: self.saved)
+    @between_steps(lambda self: bool(self.saved))
     def load(self) -> None:
         for run, (of_module, of_optimizer) in zip(self.runs, self.saved, strict=True):
             run.ddp.load_state_dict(of_module)

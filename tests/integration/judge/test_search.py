@@ -16,7 +16,7 @@ MODULE = "tests.unit.miscompiled"
 pytestmark = pytest.mark.usefixtures("one_rank_group", "fresh_dynamo")
 
 
-def searched(target: str, mode: str, *stages: Stage, known: Any = None, seconds: float = 600) -> Known:
+def searched(target: str, mode: str, *stages: Stage, known: Any = None, seconds: float = 600) -> Any:
     question, known = Question(target, "default", mode, stages[-1].backend, steps=1), known or Known()
     with joined() as ranks:
         search(ranks, question, stages, seconds, known)

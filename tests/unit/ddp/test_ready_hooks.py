@@ -124,7 +124,7 @@ def test_hooks_of_a_module_that_is_gone_do_not_disturb_another_one_of_the_same_p
     assert not any(ready_hooks(second).is_hooked(place) for place in range(len(leaves)))
 
 
-OPTIONS = ({}, {"find_unused_parameters": True}, {"static_graph": True})
+OPTIONS: Any = ({}, {"find_unused_parameters": True}, {"static_graph": True})
 HOOKED = in_turn(list(product(OPTIONS, (0, 1))), ("split", "inline"))
 
 

@@ -20,7 +20,7 @@ from ddpopt.inline.handover import COPIED, _owners_of_one
 from ddpopt.planning.bucket_rule import ParamSpec
 from ddpopt.planning.facts import GraphFacts, ParamUse
 from ddpopt.planning.plan import Bucket
-from ddpopt.planning.strategy import why_not_inline
+from ddpopt.planning.strategy import Strategy, why_not_inline
 from tests.multigpu.models import gradients_of, same
 from tests.unit.rehearsing import Linears
 from tests.unit.tracing import Recorder, written
@@ -47,7 +47,7 @@ class Compiler(Recorder):
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         super().__call__(gm, example_inputs)
         as_it_is = partial(aot_autograd, fw_compiler=lambda graph, _: make_boxed_func(graph.forward))
-        return as_it_is(bw_compiler=self._noted)(gm, example_inputs)  # type: ignore[no-any-return]
+        return as_it_is(bw_compiler=self._noted)(gm, example_inputs)
 
     def _noted(self, graph: fx.GraphModule, _: Sequence[Any]) -> Any:
         self.backwards.append(graph)
@@ -124,7 +124,8 @@ class Unseen(Two):
 
 
 def test_auto_compiles_one_graph_inline_and_inline_a_single_bucket_whole() -> None:
-    for cap_mb, strategy, calls in ((CAP_MB, "auto", 2), (25, "inline", 0)):
+    rows_of: list[tuple[float, Strategy, int]] = [(CAP_MB, "auto", 2), (25, "inline", 0)]
+    for cap_mb, strategy, calls in rows_of:
         torch._dynamo.reset()
         compiler = Compiler()
         ddp = DistributedDataParallel(Two(), bucket_cap_mb=cap_mb)
