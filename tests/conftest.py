@@ -1,7 +1,5 @@
 """What several folders of tests share."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -32,7 +30,7 @@ def spared(compiling_quickly: None) -> None:
 
 
 @pytest.fixture(scope="module")
-def alone() -> Iterator[Ranks]:
+def alone() -> "Iterator[Ranks]":
     """This process as the only rank, for all tests of a module."""
     from ddpopt.ranks.group import joined, one_rank  # heavy, too
 

@@ -251,21 +251,15 @@ def segments_swapped(stitched: fx.GraphModule) -> Iterator[Edit]:
         made_later = [node for node in latter.all_input_nodes if node > former]
         for crossing in filter(is_crossing, latter.all_input_nodes):
             results = [user for user in latter.users if user.op == "call_function"]
+            in_a_row = crossing in former.users and made_later == [crossing]
             for given in alike(crossing, former.all_input_nodes):
-                if (
-                    results
-                    and crossing in former.users
-                    and made_later == [crossing]
-                    and not is_crossing(given)
-                ):
+                if results and in_a_row and not is_crossing(given):
                     yield partial(_swap_segments, former, latter, crossing, given, results[0])
 
 
-def _swap_segments(
-    former: fx.Node, latter: fx.Node, crossing: fx.Node, given: fx.Node, result: fx.Node
-) -> None:
-    latter.replace_input_with(crossing, given)
-    result.replace_all_uses_with(crossing)
+def _swap_segments(former: fx.Node, latter: fx.Node, value: fx.Node, given: fx.Node, result: fx.Node) -> None:
+    latter.replace_input_with(value, given)
+    result.replace_all_uses_with(value)
     for node in (latter, result):
         former.prepend(node)
     former.replace_input_with(given, result)

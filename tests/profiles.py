@@ -26,12 +26,9 @@ def load_profiles() -> None:
     base = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=False)
     kept = DirectoryBasedExampleDatabase(os.environ.get(DATABASE) or ".hypothesis/examples")
     settings.register_profile("dev", base, max_examples=EXAMPLES["dev"])
-    settings.register_profile(
-        "ci", base, max_examples=EXAMPLES["ci"], derandomize=True, database=None, print_blob=True
-    )
-    settings.register_profile(
-        "nightly", base, max_examples=EXAMPLES["nightly"], database=kept, print_blob=True
-    )
+    told = settings(base, print_blob=True)
+    settings.register_profile("ci", told, max_examples=EXAMPLES["ci"], derandomize=True, database=None)
+    settings.register_profile("nightly", told, max_examples=EXAMPLES["nightly"], database=kept)
     in_ci = os.environ.get("CI", "").lower() in {"1", "true", "yes"}
     settings.load_profile(os.environ.get(PROFILE) or ("ci" if in_ci else "dev"))
 

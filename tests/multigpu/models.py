@@ -55,6 +55,11 @@ def plan_of(specs: Sequence[Sequence[ParamSpec]]) -> Plan:
     return Plan(tuple(Bucket.of(index, bucket, 0, "drawn") for index, bucket in enumerate(specs)), (), ())
 
 
+def params_of(plan: Any) -> list[tuple[str, ...]]:
+    """The parameters of each bucket, of a plan or of what was observed."""
+    return [bucket.params for bucket in plan.buckets]
+
+
 def arbitrary_plan(ddp: DistributedDataParallel, seed: int) -> Plan:
     """Some partition of the trainable parameters into buckets, in some order; equal for equal seeds."""
     choice = random.Random(seed)
@@ -73,9 +78,7 @@ def _buckets(specs: Sequence[ParamSpec], choice: random.Random) -> Iterator[list
         yield bucket
 
 
-def hook_that_sees(
-    ddp: DistributedDataParallel, note: Callable[[tuple[str, ...]], None]
-) -> Callable[..., Any]:
+def hook_that_sees(ddp: Any, note: Callable[[tuple[str, ...]], None]) -> Callable[..., Any]:
     """A communication hook that averages as DDP does, and notes the parameters of each bucket it is given."""
     names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
     group: dist.ProcessGroup = ddp.process_group
@@ -93,20 +96,23 @@ def changing(change: Callable[[Tensor], Tensor]) -> Callable[..., torch.futures.
 
     def hook(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         del state
-        done: torch.futures.Future[Tensor] = torch.futures.Future()
-        done.set_result(change(bucket.buffer()))
-        return done
+        return completed(change(bucket.buffer()))
 
     return hook
+
+
+def completed(value: Tensor) -> torch.futures.Future[Tensor]:
+    """What a communication hook returns that has its result already."""
+    done: torch.futures.Future[Tensor] = torch.futures.Future()
+    done.set_result(value)
+    return done
 
 
 def averaged(bucket: GradBucket, group: dist.ProcessGroup) -> torch.futures.Future[Tensor]:
     """What DDP itself would make of a bucket."""
     # waited for here: a future with a Python callback may outlive the group and hang its destruction
     dist.all_reduce(bucket.buffer().div_(group.size()), group=group)
-    done: torch.futures.Future[Tensor] = torch.futures.Future()
-    done.set_result(bucket.buffer())
-    return done
+    return completed(bucket.buffer())
 
 
 @contextmanager

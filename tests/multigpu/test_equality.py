@@ -40,10 +40,7 @@ def test_different_weights_and_inputs_on_each_rank_are_equal_to_eager_ddp(ranks:
     inputs = torch.randn(4, 8)
 
     def state() -> list[Tensor]:
-        return [
-            torch.random.get_rng_state(),
-            *(parameter.detach().clone() for parameter in model.parameters()),
-        ]
+        return [torch.random.get_rng_state(), *(p.detach().clone() for p in model.parameters())]
 
     before = state()
     message = raised(lambda: assert_ddp_equal(model, inputs, ddp_kwargs={"bucket_cap_mb": 0.0002}))

@@ -33,10 +33,8 @@ def groups(*parts: Sequence[int]) -> Any:
 def towers(ranks: Ranks, *process_groups: Any) -> list[Any]:
     models = [seeded(Linears, dim=8, layers=3).to(ranks.device) for _ in process_groups]
     cap: Any = {"bucket_cap_mb": 0.0003}
-    return [
-        DistributedDataParallel(model, process_group=group, **cap)
-        for model, group in zip(models, process_groups, strict=True)
-    ]
+    pairs = zip(models, process_groups, strict=True)
+    return [DistributedDataParallel(model, process_group=group, **cap) for model, group in pairs]
 
 
 def trained(

@@ -15,24 +15,11 @@ from ddpopt.errors import NoAnswerError, PlanMismatchError, UsageError
 from ddpopt.planning.bucket_rule import specs_from_ddp
 from ddpopt.planning.plan import Plan
 from ddpopt.ranks.group import Ranks
-from tests.multigpu.models import arbitrary_plan, hook_that_sees, plan_of
-from tests.multigpu.training import (
-    SETTINGS,
-    STEPS,
-    Buckets,
-    Setting,
-    alike,
-    batch,
-    build,
-    train,
-)
+from tests.multigpu.models import arbitrary_plan, hook_that_sees, params_of, plan_of
+from tests.multigpu.training import SETTINGS, STEPS, Buckets, Setting, alike, batch, build, train
 
 SOON_S = 20.0
 """On a busy machine too, but before ranks stop waiting for each other."""
-
-
-def wanted_of(plan: Plan) -> Buckets:
-    return [bucket.params for bucket in plan.buckets]
 
 
 def watch(ddp: DistributedDataParallel, seen: list[Buckets]) -> None:
@@ -67,7 +54,7 @@ def test_gradients_are_those_of_plain_ddp_and_buckets_those_of_the_plan(ranks: R
             impose(ddp, second)  # between two iterations
         gradients.append(train(ddp, setting, ranks, noted))
         equal = [alike(ranks, *pair) for pair in zip(gradients, expected, strict=True)]
-        wanted = [wanted_of(first)] * STEPS + [wanted_of(second)] * STEPS
+        wanted = [params_of(first)] * STEPS + [params_of(second)] * STEPS
         outcomes.append((imposed_plan(ddp) == second, all(equal), noted == wanted))
     assert outcomes == [(True, True, True)] * 2
 
@@ -147,7 +134,7 @@ def test_ranks_that_differ_use_the_plan_of_the_lowest(ranks: Ranks, caplog: pyte
         gradients = train(ddp, Setting(), ranks, seen)
         assert wanted is not None
         assert alike(ranks, gradients, expected)
-        assert seen == [wanted_of(wanted)] * STEPS
+        assert seen == [params_of(wanted)] * STEPS
     texts = [record.getMessage() for record in caplog.records if record.name.startswith("ddpopt")]
     assert [text.partition("\n")[0] for text in texts] == [
         "the ranks' plans differ; all ranks use that of rank 0:",

@@ -16,21 +16,8 @@ from ddpopt.ddp import deferral
 from ddpopt.ddp.impose import imposed_plan
 from ddpopt.ranks.group import Ranks
 from tests.multigpu.models import Gradients, Tower, hand_overs, hook_that_sees
-from tests.multigpu.training import (
-    SETTINGS,
-    STEPS,
-    Buckets,
-    Setting,
-    Step,
-    alike,
-    batch,
-    build,
-    loss,
-    train,
-    unused_on_others_step,
-    unused_somewhere_step,
-    used_while_accumulating_step,
-)
+from tests.multigpu.training import SETTINGS, STEPS, Buckets, Setting, alike, batch, build, loss, train
+from tests.multigpu.turns import in_turn
 
 LAYER_MB = 4 * 6 * 7 / 2**20
 LAYERS = [f"layers.{layer}.{name}" for layer in reversed(range(4)) for name in ("bias", "weight")]
@@ -74,18 +61,16 @@ def that_wait(name: str, ranks: Ranks, step: int) -> set[str]:
     if name in NOTHING_EARLY:
         return set(ALL)
     optional, weight = {"optional.weight", "optional.bias"}, {"layers.2.weight"}
-    waiting: dict[Step, set[str]] = {
-        unused_on_others_step: optional if ranks.rank else set(),
-        used_while_accumulating_step: optional,
-        unused_somewhere_step: set() if (step + ranks.rank) % 3 == 0 else optional,
-        penalised_somewhere_step: weight if (step + ranks.rank) % 2 else set(),
+    waiting: dict[str, set[str]] = {
+        "static graph, unused on others": optional if ranks.rank else set(),
+        "used while accumulating": optional,
+        "unused somewhere": set() if (step + ranks.rank) % 3 == 0 else optional,
+        "penalty somewhere": weight if (step + ranks.rank) % 2 else set(),
     }
-    return waiting.get(WAYS[name].step, set())
+    return waiting.get(name, set())
 
 
-def train_watched(
-    ddp: DistributedDataParallel, setting: Setting, ranks: Ranks
-) -> tuple[list[Gradients], list[Buckets]]:
+def train_watched(ddp: Any, setting: Setting, ranks: Ranks) -> tuple[list[Gradients], list[Buckets]]:
     """Train inline; and for each step what came one after the other in its last backward.
 
     A bucket that left is the sorted names of its parameters, a gradient that was handed over its name alone.
@@ -159,8 +144,7 @@ class Exchanging(Tower):
         return super().forward(summed, use_optional)
 
 
-@pytest.mark.parametrize("strategy", ["inline", "split"])
-@pytest.mark.parametrize("model", [Tower, Exchanging])
+@pytest.mark.parametrize(("model", "strategy"), in_turn([(Tower,), (Exchanging,)], ("inline", "split")))
 def test_ranks_may_differ_in_what_waits_for_a_hook(ranks: Ranks, model: type[Tower], strategy: Any) -> None:
     runs, seen = [], [0, 0]
     for index in range(2):
@@ -219,10 +203,8 @@ def test_with_buckets_ddp_the_reducer_rebuilds_eagers_buckets(ranks: Ranks) -> N
     for ddp, notes in zip(modules, seen, strict=True):
         ddp.register_comm_hook(None, hook_that_sees(ddp, lambda names, notes=notes: notes[-1].append(names)))  # type: ignore[misc]  # bound now
     before = modules[1].reducer
-    calls = [modules[0], inlined(modules[1], buckets="ddp")]
-    expected, gradients = (
-        train(call, Setting(), ranks, notes) for call, notes in zip(calls, seen, strict=True)
-    )
+    expected = train(modules[0], Setting(), ranks, seen[0])
+    gradients = train(inlined(modules[1], buckets="ddp"), Setting(), ranks, seen[1])
     assert alike(ranks, gradients, expected)
     assert seen[1] == seen[0]
     assert modules[1].reducer is before

@@ -52,7 +52,12 @@ def trained(case: Case, ddp: Any, call: Any, number: int) -> tuple[list[Any], An
     return gradients, seen
 
 
-WAYS = [("tp_mlp", "split", True), ("tp_mlp", "inline", False), ("tp_attention", "inline", True)]
+BY_NIGHT = pytest.mark.nightly
+WAYS = [
+    ("tp_mlp", "split", True),
+    ("tp_mlp", "inline", False),
+    pytest.param("tp_attention", "inline", True, marks=BY_NIGHT),
+]
 
 
 @pytest.mark.parametrize(("name", "strategy", "transforms"), WAYS)
@@ -94,7 +99,7 @@ def test_a_module_whose_parameters_torch_has_replaced_is_refused(ranks: Ranks) -
     )
 
 
-@pytest.mark.parametrize("strategy", ["ddpopt-inline", "ddpopt-split"])
+@pytest.mark.parametrize("strategy", ["ddpopt-inline", pytest.param("ddpopt-split", marks=BY_NIGHT)])
 def test_the_judge_lays_a_mesh_and_knows_right_from_wrong_on_it(strategy: str) -> None:
     settings = Settings("aot_eager", mesh=(2, 2))
     with joined() as ranks:

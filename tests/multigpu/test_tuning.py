@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -35,61 +36,66 @@ from ddpopt.tuning.comparing import WARM_UP, tuned_on
 from ddpopt.tuning.recording import slowest
 from ddpopt.tuning.records import Gradient, Link, Profile
 from ddpopt.tuning.tune import plan_of, tune
-from tests.multigpu.models import arbitrary_plan
-from tests.multigpu.test_impose import raised, wanted_of, watch
-from tests.multigpu.training import (
-    SETTINGS,
-    UNUSED,
-    Buckets,
-    Setting,
-    accumulating_somewhere_step,
-    alike,
-    backward,
-    batch,
-    build,
-    loss,
-    train,
-)
+from tests.multigpu import training
+from tests.multigpu.models import arbitrary_plan, params_of
+from tests.multigpu.test_impose import raised, watch
+from tests.multigpu.training import SETTINGS, UNUSED, Buckets, Setting, alike, batch, build, loss, train
+from tests.multigpu.turns import in_turn
 
 SKIPPED = {"skip_all_reduce_unused_params": True}
 LINK = Link(1e-4, 1e-9, 0.0, 1.0, 0.0, "gloo", 2, {})
 SLOWER = ("default", "unused somewhere", "one backward")
-TUNED = (*SLOWER, "accumulation", "more forwards somewhere")
-FEW = {"WARM_UP": 2, "PROFILED": 2, "MEASURED": 3}
+TUNED = ("default", "unused somewhere", "accumulation")
+BY_NIGHT = ("one backward", "more forwards somewhere")
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few steps for each part of the tuning."""
+    for key, value in {"WARM_UP": 2, "PROFILED": 2, "MEASURED": 3}.items():
+        monkeypatch.setattr(compiling, key, value)
+
+
+@pytest.fixture
+def told(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """What is said of the tuning."""
+    caplog.set_level(logging.INFO, "ddpopt")
+    return lambda: [message for message in caplog.messages if "tuned" in message]
+
+
+def trained(setting: Setting, times: int, ranks: Ranks, *hook: Any) -> tuple[Any, list[bool], list[Any]]:
+    """A module that is tuned; whether it has DDP's gradients, and its plan, after each of some trainings."""
+    eager, tuned = (build(setting, ranks) for _ in range(2))
+    for each in (eager, tuned) if hook else ():
+        each.register_comm_hook(*hook)
+    model, equal, plans = ddpopt.compile(tuned, backend="aot_eager", buckets="auto"), [], []
+    for _ in range(times):
+        equal.append(alike(ranks, train(model, setting, ranks, []), train(eager, setting, ranks, [])))
+        plans.append(imposed_plan(tuned))
+    return model, equal, plans
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("name", TUNED)
-def test_while_a_model_is_tuned_and_after_it_went_back_its_gradients_are_those_of_ddp(
-    ranks: Ranks, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("name", [*TUNED, *(pytest.param(n, marks=pytest.mark.nightly) for n in BY_NIGHT)])
+def test_gradients_are_those_of_ddp_while_a_model_is_tuned_and_after_it_went_back(
+    ranks: Ranks, name: str, monkeypatch: pytest.MonkeyPatch, told: Callable[[], list[str]]
 ) -> None:
-    caplog.set_level(logging.INFO, "ddpopt")
     slower = name in SLOWER  # than before, beyond noise
     times = iter([(2.0, 0.5), (2.6 if slower else 2.4, 0.5)])
     setting = SETTINGS[name]
-    eager, tuned = (build(setting, ranks) for _ in range(2))
-    if name == "default":
-        for each in (eager, tuned):
-            each.register_comm_hook(None, allreduce_hook)
-    order = [*reversed([*specs_by_id(tuned).values()])]
-    chosen: dict[str, Any] = {**FEW, "WORTH": float("-inf")}
+    order = reversed([*specs_by_id(build(setting, ranks)).values()])
     best = plan_of(([spec] for spec in order), "one each")
-    chosen |= {"_centre": lambda _: next(times), "tune": lambda *_: best}
-    for key, value in chosen.items():
+    chosen: dict[str, Any] = {"WORTH": float("-inf"), "_centre": lambda _: next(times)}
+    for key, value in {**chosen, "tune": lambda *_: best}.items():
         monkeypatch.setattr(compiling, key, value)
-    model = ddpopt.compile(tuned, backend="aot_eager", buckets="auto")
-    equal, plans = [], []
-    for _ in range(7):
-        equal.append(alike(ranks, train(model, setting, ranks, []), train(eager, setting, ranks, [])))
-        plans.append(imposed_plan(tuned))
-    said = [message for message in caplog.messages if "tuned" in message]
+    _, equal, plans = trained(setting, 7, ranks, *((None, allreduce_hook) if name == "default" else ()))
     assert equal == [True] * 7
     assert best in plans[2:5]
     assert plans[6] == (plans[0] if slower else best)
-    assert said[0].startswith("ddpopt: tuned to 11 buckets (first 0.00 MiB, last 0.00 MiB), from ")
+    assert told()[0].startswith("ddpopt: tuned to 11 buckets (first 0.00 MiB, last 0.00 MiB), from ")
     end, took = ("went back to the former", "2,600.0") if slower else ("the tuned", "2,400.0")
     end += " buckets" if slower else " buckets stay"
-    assert said[1:] == [f"ddpopt: {end}: a step took {took} ms with the tuned ones, and 2,000.0 ms before"]
+    assert told()[1:] == [f"ddpopt: {end}: a step took {took} ms with the tuned ones, and 2,000.0 ms before"]
 
 
 def unused_step(ddp: DistributedDataParallel, step: int, ranks: Ranks) -> Tensor:
@@ -97,41 +103,27 @@ def unused_step(ddp: DistributedDataParallel, step: int, ranks: Ranks) -> Tensor
 
 
 REFUSED = {
-    "static graph": (
-        SETTINGS["static graph"],
-        "A static graph's buckets can only be set before its first forward",
-    ),
-    "bucket view": (
-        SETTINGS["bucket view"],
-        "with gradient_as_bucket_view, a gradient's memory would change",
-    ),
-    "PowerSGD": (SETTINGS["default"], "or with a state, such as PowerSGD's, cannot be held back"),
+    "static graph": (SETTINGS["static graph"], "A static graph's buckets can only be set before its first"),
+    "bucket view": (SETTINGS["bucket view"], "with gradient_as_bucket_view, a gradient's memory would"),
+    "PowerSGD": (Setting(), "or with a state, such as PowerSGD's, cannot be held back"),
     "skipped": (Setting(unused_step, UNUSED | SKIPPED), "skip_all_reduce_unused_params skips buckets"),
-    "accumulated": (Setting(accumulating_somewhere_step, UNUSED), "cannot change now"),
+    "accumulated": (Setting(training.accumulating_somewhere_step, UNUSED), "cannot change now"),
 }
+
+
+WITH_STATE: Any = (object(), lambda _, bucket: allreduce_hook(None, bucket))  # type: ignore[arg-type]  # torch's None is the default group
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", REFUSED)
 def test_where_the_buckets_cannot_change_nothing_is_tuned_and_gradients_are_those_of_ddp(
-    ranks: Ranks, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ranks: Ranks, name: str, told: Callable[[], list[str]]
 ) -> None:
-    caplog.set_level(logging.INFO, "ddpopt")
     torch._dynamo.reset()  # a graph above the limit of recompiles is not planned
     setting, why = REFUSED[name]
-    eager, tuned = (build(setting, ranks) for _ in range(2))
-    if name == "PowerSGD":
-        for each in (eager, tuned):
-            each.register_comm_hook(object(), lambda _, bucket: allreduce_hook(None, bucket))  # type: ignore[arg-type]  # torch's None is the default group
-    for key, value in FEW.items():
-        monkeypatch.setattr(compiling, key, value)
-    model = ddpopt.compile(tuned, backend="aot_eager", buckets="auto")
-    equal, plans = [], []
-    for _ in range(6):
-        equal.append(alike(ranks, train(model, setting, ranks, []), train(eager, setting, ranks, [])))
-        plans.append(imposed_plan(tuned))
+    model, equal, plans = trained(setting, 6, ranks, *(WITH_STATE if name == "PowerSGD" else ()))
     assert (equal, plans) == ([True] * 6, plans[:1] * 6)
-    [said] = [message for message in caplog.messages if "tuned" in message]
+    [said] = told()
     assert said.startswith("ddpopt: nothing more is tuned: ")
     assert why in said
     assert copy.deepcopy(model)._compile.keywords["buckets"] == "auto"
@@ -188,32 +180,29 @@ def train_with(model: Any, event: Any, at: int, ranks: Ranks) -> list[Any]:
                 event(ddp, stack)
             if step >= at and event is accumulating:  # some parameters only here
                 with ddp.no_sync():
-                    backward(loss(model(batch(ranks, step + 100))))
+                    training.backward(loss(model(batch(ranks, step + 100))))
             called = ddp if ranks.rank == 1 and step % 4 == 3 else model
-            backward(loss(called(batch(ranks, step), use_optional=event is not accumulating)))
+            training.backward(loss(called(batch(ranks, step), use_optional=event is not accumulating)))
             found.append([None if p.grad is None else p.grad.clone() for p in ddp.parameters()])
             ddp.zero_grad()
     return found
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("event", EVENTS)
+@pytest.mark.parametrize(("event", "at"), in_turn([(event,) for event in EVENTS], (7, 10)))
 def test_whatever_ends_the_tuning_gradients_are_those_of_ddp_and_the_buckets_are_given_back(
-    ranks: Ranks, event: Any, monkeypatch: pytest.MonkeyPatch
+    ranks: Ranks, event: Any, at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for key, value in {**FEW, "WORTH": float("inf")}.items():
-        monkeypatch.setattr(compiling, key, value)
+    monkeypatch.setattr(compiling, "WORTH", float("inf"))
     monkeypatch.setattr(recording, "patience", lambda _: timedelta(seconds=1))
-    for at in (7, 10):
-        torch._dynamo.reset()
-        unused = UNUSED if event is accumulating else {}
-        eager, tuned = (build(Setting(arguments=unused), ranks) for _ in range(2))
-        model = ddpopt.compile(tuned, backend="eager", buckets="auto")
-        left, right = train_with(model, event, at, ranks), train_with(eager, event, at, ranks)
-        assert alike(ranks, left, right), at
-        plan = imposed_plan(tuned)
-        assert plan is not None
-        assert len(plan.buckets) < len([*tuned.parameters()]), at
+    torch._dynamo.reset()
+    unused = UNUSED if event is accumulating else {}
+    eager, tuned = (build(Setting(arguments=unused), ranks) for _ in range(2))
+    model = ddpopt.compile(tuned, backend="eager", buckets="auto")
+    assert alike(ranks, train_with(model, event, at, ranks), train_with(eager, event, at, ranks))
+    plan = imposed_plan(tuned)
+    assert plan is not None
+    assert len(plan.buckets) < len([*tuned.parameters()])
 
 
 def test_a_wrapper_is_not_changed_where_torch_compile_is_disabled(ranks: Ranks) -> None:
@@ -232,7 +221,7 @@ def test_a_plan_in_a_file_is_imposed_if_each_rank_has_it(ranks: Ranks, tmp_path:
     watch(ddp, seen)
     model = ddpopt.compile(ddp, backend="aot_eager", plan=file)
     equal = alike(ranks, train(model, setting, ranks, seen), train(eager, setting, ranks, []))
-    assert (equal, seen) == (True, [wanted_of(plan)] * len(seen))
+    assert (equal, seen) == (True, [params_of(plan)] * len(seen))
     absent = tmp_path / "absent.json"
     kind, said, _ = raised(lambda: ddpopt.compile(other, plan=absent if ranks.rank == 1 else file))
     assert kind == ("UsageError" if ranks.rank == 1 else "PlanMismatchError")
@@ -242,10 +231,8 @@ def test_a_plan_in_a_file_is_imposed_if_each_rank_has_it(ranks: Ranks, tmp_path:
 
 def test_ranks_whose_profiles_differ_choose_one_plan(ranks: Ranks) -> None:
     specs = [*specs_by_id(build(SETTINGS["default"], ranks)).values()]
-    own = [
-        [(1 + (ranks.rank + step) % ranks.size) * place * 1e-4 for place in range(len(specs))]
-        for step in (0, 1, 2)
-    ]
+    slow = [1 + (ranks.rank + step) % ranks.size for step in range(3)]
+    own = [[by * place * 1e-4 for place in range(len(specs))] for by in slow]
     ready = slowest(own, dist.group.WORLD, ranks.device)
     assert ready == [ranks.size * place * 1e-4 for place in range(len(specs))]
     gradients = tuple(Gradient(spec, at) for spec, at in zip(specs, ready, strict=True))
@@ -255,10 +242,8 @@ def test_ranks_whose_profiles_differ_choose_one_plan(ranks: Ranks) -> None:
 
 
 def case() -> Case:
-    layers, inputs = (
-        nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))),
-        ((torch.ones(2, 8),), dict[str, Any]()),
-    )
+    layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    inputs: Any = (torch.ones(2, 8),), {}
     return Case("small", lambda: layers, lambda *_: inputs, "", ddp_kwargs={"bucket_cap_mb": 1e-5})
 
 
@@ -292,9 +277,7 @@ def dies_while_profiled(ranks: Ranks, folder: Path) -> None:
 
 @pytest.mark.one_process
 @pytest.mark.timeout(120)
-def test_a_rank_that_dies_while_it_is_profiled_ends_the_others_with_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_dies_in_a_profile_ends_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "PATIENCE_S", 60.0)  # so that nothing else ends them
     with pytest.raises(RanksFailed, match=r"rank 1 .*7"):
         pool.launch(dies_while_profiled, tmp_path, nproc=2, limit_s=100.0)

@@ -98,9 +98,7 @@ def build(setting: Setting, ranks: Ranks) -> DistributedDataParallel:
     return DistributedDataParallel(model, **setting.arguments)
 
 
-def train(
-    ddp: DistributedDataParallel, setting: Setting, ranks: Ranks, seen: list[Buckets]
-) -> list[Gradients]:
+def train(ddp: Any, setting: Setting, ranks: Ranks, seen: list[Buckets]) -> list[Gradients]:
     """Some steps of SGD; the gradients after each, and in `seen` the buckets of each."""
     gradients = []
     for step in range(STEPS):

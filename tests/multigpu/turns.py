@@ -16,7 +16,7 @@ def number_of_ranks() -> int:
     return launched_ranks() or int(os.environ.get("DDPOPT_NPROC", DEFAULT_RANKS))
 
 
-def in_turn(rows: Sequence[Sequence[Any]], strategies: Sequence[str]) -> list[Any]:
+def in_turn(rows: Sequence[Sequence[Any]], strategies: Sequence[Any]) -> list[Any]:
     """Every row with every strategy; of these, by day those whose turn it is.
 
     On two ranks each row has one strategy, the next row the other one. On three and more, which cost that
@@ -24,7 +24,7 @@ def in_turn(rows: Sequence[Sequence[Any]], strategies: Sequence[str]) -> list[An
 
     Args:
         rows: the arguments of each test.
-        strategies: two of them; the last argument of each test.
+        strategies: two of them, or of what else comes in two ways; the last argument of each test.
     """
     return [
         pytest.param(*row, strategy, marks=() if _has_turn(number, turn) else pytest.mark.nightly)

@@ -60,9 +60,7 @@ def bucket_configs() -> st.SearchStrategy[BucketConfig]:
         },
     )
     configs = arguments.map(lambda given: BucketConfig.from_kwargs(**given))
-    return st.builds(
-        lambda config, die: replace(config, small_last_bucket=die == 7), configs, st.integers(0, 7)
-    )
+    return st.builds(lambda made, die: replace(made, small_last_bucket=die == 7), configs, st.integers(0, 7))
 
 
 @st.composite

@@ -36,9 +36,7 @@ def steps(draw: st.DrawFn) -> Timeline:
 
 
 @given(steps(), steps())
-def test_a_trace_has_all_buckets_in_order_and_as_exposed_what_no_computation_covers(
-    predicted: Timeline, observed: Timeline
-) -> None:
+def test_a_trace_has_all_buckets_and_what_nothing_covers(predicted: Timeline, observed: Timeline) -> None:
     events = json.loads(chrome_trace(predicted, [observed, predicted]))["traceEvents"]
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     rows: dict[str, list[tuple[str, int, int]]] = defaultdict(list)

@@ -40,7 +40,7 @@ def assert_steps_are_equal(ranks: Ranks, portion: float, *, at_least: int) -> No
 
 @pytest.mark.world_size(2, backend="gloo", timeout=280)
 def test_a_compiled_step_on_two_ranks_has_the_effects_of_an_eager_one(ddp_ranks: Ranks) -> None:
-    assert_steps_are_equal(ddp_ranks, 0.02, at_least=4)
+    assert_steps_are_equal(ddp_ranks, 0.02, at_least=2)
 
 
 @pytest.mark.nightly

@@ -39,12 +39,10 @@ def torch_buckets(params: Sequence[ParamSpec], limits: Sequence[int], order: Seq
     return tuple(tuple(bucket) for bucket in buckets)
 
 
-def rebuilt_by_torch(
-    params: Sequence[ParamSpec], config: BucketConfig, ready_order: Sequence[int]
-) -> Buckets:
+def rebuilt_by_torch(params: Sequence[ParamSpec], config: BucketConfig, order: Sequence[int]) -> Buckets:
     if not config.small_last_bucket:
-        return torch_buckets(params, config.rebuilt_limits, ready_order)
-    return torch_buckets(params, config.rebuilt_limits, ready_order[::-1])[::-1]
+        return torch_buckets(params, config.rebuilt_limits, order)
+    return torch_buckets(params, config.rebuilt_limits, order[::-1])[::-1]
 
 
 def rebuilt_by_us(params: Sequence[ParamSpec], config: BucketConfig, ready_order: Sequence[int]) -> Buckets:

@@ -17,12 +17,7 @@ from ddpopt.split import partition
 from tests.graph_builder import SmallGraph
 from tests.mutants import MUTANTS, Mutant, recompile
 from tests.profiles import EXAMPLES
-from tests.property.drawn_graphs import (
-    assert_same_program,
-    cut_wherever_it_can_be,
-    facts_of,
-    small_configs,
-)
+from tests.property.drawn_graphs import assert_same_program, cut_wherever_it_can_be, facts_of, small_configs
 from tests.property.strategies import graphs
 
 Bug = Callable[[SmallGraph, Plan], object]

@@ -74,9 +74,7 @@ def fails_in_eager(drawn: DrawnModel, answer: Answer) -> bool:
 
 # ---------------------------------------------------------------------------------------- eager buckets
 
-SPARSE = DrawnModel(
-    steps=(step("linear"), step("linear", layer="tied"), step("embedding", gradient="sparse"))
-)
+SPARSE = DrawnModel((step("linear"), step("linear", layer="tied"), step("embedding", gradient="sparse")))
 
 
 @share(0.5)

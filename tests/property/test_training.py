@@ -1,6 +1,7 @@
 """Training in any order of calls: a compiled DDP module is always where an eager one is, bit for bit."""
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +27,12 @@ pytestmark = MARKS
 
 GRAPHS_OF_A_SHAPE = 4
 """Training and eval mode, with a batch whose size is known and one whose size is a symbol."""
+
+
+def between_steps(when: Callable[[Any], bool] = lambda _: True, **drawn: Any) -> Callable[[Any], Any]:
+    """A rule for when no forward waits for its backward."""
+    made: Any = rule(**drawn)  # Hypothesis types it for one rule at a time
+    return lambda method: precondition(lambda self: not self.pending and when(self))(made(method))
 
 
 class Training(RuleBasedStateMachine):
@@ -56,8 +63,7 @@ class Training(RuleBasedStateMachine):
     def pending(self) -> bool:
         return self.runs[0].loss is not None
 
-    @precondition(lambda self: not self.pending)
-    @rule(synchronized=st.sampled_from((True, True, False)))
+    @between_steps(synchronized=st.sampled_from((True, True, False)))
     def forward(self, synchronized: bool) -> None:
         for run in self.runs:
             if synchronized:
@@ -77,20 +83,17 @@ class Training(RuleBasedStateMachine):
         self.forward(synchronized=True)
         self.backward()
 
-    @precondition(lambda self: not self.pending)
-    @rule()
+    @between_steps()
     def step_of_optimizer(self) -> None:
         for run in self.runs:
             run.optimizer.step()
 
-    @precondition(lambda self: not self.pending)
-    @rule(set_to_none=st.booleans())
+    @between_steps(set_to_none=st.booleans())
     def zero_grad(self, set_to_none: bool) -> None:
         for run in self.runs:
             run.optimizer.zero_grad(set_to_none=set_to_none)
 
-    @precondition(lambda self: not self.pending)
-    @rule()
+    @between_steps()
     def put_gradients_aside(self) -> None:
         """Gradients are kept during another iteration and put back: by then they may be views of a bucket."""
         kept = [[parameter.grad for parameter in run.model.parameters()] for run in self.runs]
@@ -101,22 +104,19 @@ class Training(RuleBasedStateMachine):
             for parameter, gradient in zip(run.model.parameters(), gradients, strict=True):
                 parameter.grad = gradient
 
-    @precondition(lambda self: not self.pending)
-    @rule(training=st.booleans())
+    @between_steps(training=st.booleans())
     def switch(self, training: bool) -> None:
         for run in self.runs:
             run.ddp.train(training)  # type: ignore[no-untyped-call]  # of torch
         self.iterate()
 
-    @precondition(lambda self: not self.pending)
-    @rule()
+    @between_steps()
     def another_batch(self) -> None:
         """Other inputs, of another size."""
         self.step_number += 1
         self.iterate()
 
-    @precondition(lambda self: not self.pending and self.wraps < 3)
-    @rule(place=st.integers(0, 7), trained=st.booleans())
+    @between_steps(lambda self: self.wraps < 3, place=st.integers(0, 7), trained=st.booleans())
     def freeze_or_unfreeze(self, place: int, trained: bool) -> None:
         for run in self.runs:
             params = list(run.model.parameters())
@@ -131,8 +131,7 @@ class Training(RuleBasedStateMachine):
         self.saved = []  # of an optimizer with other parameters
         self.iterate()
 
-    @precondition(lambda self: not self.pending and self.wraps < 3)
-    @rule(place=st.integers(0, 7))
+    @between_steps(lambda self: self.wraps < 3, place=st.integers(0, 7))
     def register_again(self, place: int) -> None:
         """A parameter moves after the others of its module, as pruning it does."""
         for run in self.runs:
@@ -143,22 +142,19 @@ class Training(RuleBasedStateMachine):
         self.wraps += 1
         self.iterate()
 
-    @precondition(lambda self: not self.pending)
-    @rule()
+    @between_steps()
     def save(self) -> None:
         states = ((run.ddp.state_dict(), run.optimizer.state_dict()) for run in self.runs)
         self.saved = [copy.deepcopy(state) for state in states]
 
-    @precondition(lambda self: self.saved and not self.pending)
-    @rule()
+    @between_steps(lambda self: bool(self.saved))
     def load(self) -> None:
         for run, (of_module, of_optimizer) in zip(self.runs, self.saved, strict=True):
             run.ddp.load_state_dict(of_module)
             run.optimizer.load_state_dict(of_optimizer)
         self.iterate()
 
-    @precondition(lambda self: not self.pending)
-    @rule()
+    @between_steps()
     def reset_compiled_code(self) -> None:
         torch._dynamo.reset()
         self.wraps += 1

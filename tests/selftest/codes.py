@@ -1,7 +1,5 @@
 """Faults in compiled code: gradients, buffers and random numbers that are not what the program computes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +14,7 @@ from tests.selftest.sites import Site, Tamper, after_backward, first, weight
 Change = Callable[[Tensor], Tensor]
 
 
-def on_gradient(change: Change | type[Stale]) -> Tamper:
+def on_gradient(change: "Change | type[Stale]") -> Tamper:
     """Give a weight a gradient other than the one that the backward computed."""
 
     def tamper(trainer: Trainer, site: Site) -> None:

@@ -8,26 +8,16 @@ Invariant: a fault changes nothing but the run that it is put into.
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from tests import mutants
 from tests.mutants import Edits
 from tests.selftest import codes as code
-from tests.selftest import graphs, plans, shown, wires
+from tests.selftest import graphs, plans, shown, sites, wires
 from tests.selftest.metadata import shared_metadata
-from tests.selftest.sites import (
-    Carriers,
-    Inject,
-    Tamper,
-    every_rank,
-    last_rank,
-    later_ranks,
-    no_change,
-    second_rank,
-    untouched,
-)
+from tests.selftest.sites import Inject, Tamper, second_rank
 
 Layer = Literal["plan", "partition", "compiled code", "communication"]
 NUMBERS = ("L0", "L1", "L2")
@@ -60,9 +50,9 @@ class Fault:
     name: str
     layer: Layer
     seen_by: tuple[str, ...]
-    inject: Inject = no_change
-    tamper: Tamper = untouched
-    carriers: Carriers = every_rank
+    inject: Inject = sites.no_change
+    tamper: Tamper = sites.untouched
+    carriers: sites.Carriers = sites.every_rank
     mode: str = "ddpopt-inline"
     case: str = "plain"
     option: str = "default"
@@ -91,30 +81,33 @@ class Fault:
         return size == 2 or (size > 2 and not self.tiny)
 
 
-def _plan(name: str, inject: Inject, seen_by: str = "L3", mode: str = "ddpopt-inline") -> Fault:
-    return Fault(name, "plan", (seen_by,), inject, mode=mode)
+Levels = tuple[str, ...]
+Pair = tuple[Fault, Fault]
 
 
-def _cut(
-    name: str, edits: Edits | None, case: str = "plain", seen_by: tuple[str, ...] = NUMBERS
-) -> tuple[Fault, Fault]:
+def _plan(name: str, inject: Inject, seen_by: str = "L3", **given: Any) -> Fault:
+    return Fault(name, "plan", (seen_by,), inject, **given)
+
+
+def _of_one_rank(name: str, inject: Inject = sites.no_change, **given: Any) -> Fault:
+    return _plan(name, inject, "agreement", carriers=second_rank, **given)
+
+
+def _cut(name: str, edits: Edits | None, case: str = "plain", seen_by: Levels = NUMBERS) -> Pair:
     """A wrong partition: as it is, and without the certificate, so that the numbers must show it."""
     proved = Fault(name, "partition", ("certificate",), graphs.cutting(edits), mode="ddpopt-split", case=case)
     unproved = graphs.cutting(edits, certified=False)
     return proved, replace(proved, name=f"{name}, uncertified", seen_by=seen_by, inject=unproved)
 
 
-def _code(
-    name: str,
-    tamper: Tamper,
-    case: str = "plain",
-    option: str = "default",
-    seen_by: tuple[str, ...] = NUMBERS,
-    *,
-    reduced: bool = True,
-) -> tuple[Fault, Fault]:
+def _writing(name: str, edits: Any) -> Pair:
+    """A wrong partition of a case that writes, in its writes."""
+    return _cut(name, partial(edits, where=graphs.writes), "writing")
+
+
+def _code(name: str, tamper: Tamper, seen_by: Levels = NUMBERS, **given: Any) -> Pair:
     """Wrong numbers: where equality is required, and where rounding is allowed."""
-    exact = Fault(name, "compiled code", seen_by, tamper=tamper, case=case, option=option, reduced=reduced)
+    exact = Fault(name, "compiled code", seen_by, tamper=tamper, **given)
     rounded = f"{name}, where rounding is allowed"
     return exact, replace(exact, name=rounded, mode="ddpopt-split", backend="rounding")
 
@@ -127,21 +120,16 @@ def _tiny(name: str, layer: Layer, tamper: Tamper) -> Fault:
     return Fault(name, layer, ("L0",), tamper=tamper, tiny=True)
 
 
-def _wire(
-    name: str,
-    tamper: Tamper,
-    seen_by: tuple[str, ...] = NUMBERS,
-    case: str = "plain",
-    option: str = "bucket_view",
-) -> Fault:
+def _wire(name: str, tamper: Tamper, seen_by: Levels = NUMBERS, **given: Any) -> Fault:
     """Wrong communication; under an option for which L1 compares with what each rank computed alone."""
-    return Fault(name, "communication", seen_by, tamper=tamper, case=case, option=option)
+    return Fault(name, "communication", seen_by, tamper=tamper, **{"option": "bucket_view", **given})
 
 
+METADATA: Any = {"mode": "ddpopt-split", "case": "weight_norm", "backend": "reusing"}
+LATE_ON_SECOND = plans.bucketing(plans.late, second_rank)
 DEADLY = replace(
-    _plan("one rank's reducer has other buckets", plans.bucketing(plans.late, second_rank)),
+    _plan("one rank's reducer has other buckets", LATE_ON_SECOND, carriers=second_rank),
     seen_by=("L3", "run", "ranks"),
-    carriers=second_rank,
 )
 """A fault that crashes a rank."""
 FAULTS: tuple[Fault, ...] = (
@@ -150,17 +138,8 @@ FAULTS: tuple[Fault, ...] = (
     _plan("a bucket is dropped", plans.bucketing(plans.dropped), "run"),
     _plan("a bucket is doubled", plans.bucketing(plans.doubled), "run"),
     _plan("all parameters are in one bucket", plans.bucketing(plans.merged), mode="ddpopt-split"),
-    Fault(
-        "one rank has another plan",
-        "plan",
-        ("agreement",),
-        tamper=plans.other_plan_on_one_rank,
-        carriers=second_rank,
-    ),
-    replace(
-        _plan("one rank's plan does not fit its model", plans.unfit_plan_on_one_rank, "agreement"),
-        carriers=second_rank,
-    ),
+    _of_one_rank("one rank has another plan", tamper=plans.other_plan_on_one_rank),
+    _of_one_rank("one rank's plan does not fit its model", plans.unfit_plan_on_one_rank),
     _plan("no plan is in force", plans.no_plan),
     *_cut(
         "a segment reads what the one before it read",
@@ -170,36 +149,19 @@ FAULTS: tuple[Fault, ...] = (
     *_cut("two segments swap their parameters", mutants.inputs_exchanged),
     *_cut("a tied contribution is lost", mutants.through("detach", graphs.is_last_of_several), "tied"),
     *_cut("no gradient crosses a cut", mutants.through("detach", graphs.crosses), seen_by=(*NUMBERS, "run")),
-    *_cut(
-        "what crosses a cut is cast to bfloat16 and back", mutants.through(mutants.rounded, graphs.crosses)
-    ),
-    *_cut("a mutation is lost", partial(mutants.left_out, where=graphs.writes), "writing"),
-    *_cut(
-        "a mutation runs at the end of its segment", partial(mutants.run_late, where=graphs.writes), "writing"
-    ),
-    *_cut(
-        "a mutation is moved across a cut", partial(mutants.in_next_segment, where=graphs.writes), "writing"
-    ),
-    *_cut("a mutation runs twice", partial(mutants.run_twice, where=graphs.writes), "writing"),
+    *_cut("what crosses a cut is rounded to bfloat16", mutants.through(mutants.rounded, graphs.crosses)),
+    *_writing("a mutation is lost", mutants.left_out),
+    *_writing("a mutation runs at the end of its segment", mutants.run_late),
+    *_writing("a mutation is moved across a cut", mutants.in_next_segment),
+    *_writing("a mutation runs twice", mutants.run_twice),
     *_cut("segments run in another order", mutants.segments_swapped),
-    Fault(
-        "a segment has the metadata of another one",
-        "compiled code",
-        ("L0",),
-        shared_metadata,
-        mode="ddpopt-split",
-        case="weight_norm",
-        backend="reusing",
-    ),
+    Fault("a segment has another one's metadata", "compiled code", ("L0",), shared_metadata, **METADATA),
     *_code("a gradient is zeroed", code.on_gradient(torch.zeros_like)),
     *_code("a gradient is doubled", code.on_gradient(lambda g: g * 2)),
     *_code("a gradient is negated", code.on_gradient(torch.neg)),
     *_code("a gradient is transposed", code.on_gradient(lambda g: g.t().contiguous())),
     *_code("a gradient is that of the last step", code.on_gradient(code.Stale)),
-    *(
-        replace(fault, carriers=later_ranks)
-        for fault in _code("a gradient is another rank's", code.from_first_rank)
-    ),
+    *_code("a gradient is another rank's", code.from_first_rank, carriers=sites.later_ranks),
     *_code("a gradient is cast to bfloat16 and back", code.on_gradient(code.halved)),
     *_code("rows of a gradient are rolled", code.on_gradient(lambda g: g.roll(1, 0))),
     *_code("one element of a gradient is zero", code.on_gradient(code.holed)),
@@ -207,9 +169,9 @@ FAULTS: tuple[Fault, ...] = (
     *_code("two gradients are swapped", code.swapped_gradients),
     *_code("a gradient is missing", code.on_weight(code.missing_gradient), seen_by=("L3",)),
     *_code("a gradient has lost a dimension", code.reshaped_gradient, seen_by=("L3",)),
-    *_code("a buffer is not updated", code.stale_buffer, "normed", reduced=False),
-    *_code("a counter is not updated", code.stale_counter, "normed", seen_by=("L3",)),
-    *_code("random numbers are replayed", code.replayed_random, "noisy"),
+    *_code("a buffer is not updated", code.stale_buffer, case="normed", reduced=False),
+    *_code("a counter is not updated", code.stale_counter, case="normed", seen_by=("L3",)),
+    *_code("random numbers are replayed", code.replayed_random, case="noisy"),
     *_code("a micro-batch is counted twice", code.counted_twice, option="accumulation"),
     _tiny("a gradient is off by one ULP", "compiled code", code.on_gradient(code.next_up)),
     _tiny("a parameter is off by one ULP", "compiled code", code.on_weight(code.moved_parameter)),
@@ -234,8 +196,8 @@ FAULTS: tuple[Fault, ...] = (
     _wire("something else is sent", wires.sending(lambda trainer: trainer.place.group), ("L3",)),
     _wire("something else is sent in another group", wires.sending(lambda _: None), ("L3",)),
     _wire("no_sync is ignored", wires.no_sync_ignored, ("L3",), option="accumulation"),
-    _wire("buffers are not broadcast", wires.buffers_not_broadcast, ("L0",), "normed", "default"),
-    replace(_wire("a rank's parameters drift", wires.drifting_rank, ("L3",)), carriers=last_rank),
+    _wire("buffers are not broadcast", wires.buffers_not_broadcast, ("L0",), case="normed", option="default"),
+    _wire("a rank's parameters drift", wires.drifting_rank, ("L3",), carriers=sites.last_rank),
 )
 PLACEBOS: tuple[Fault, ...] = (
     replace(_plan("the reducer's buckets", plans.bucketing(list)), seen_by=()),
@@ -243,6 +205,6 @@ PLACEBOS: tuple[Fault, ...] = (
     replace(_code("a gradient", code.on_gradient(torch.clone))[0], seen_by=()),
     replace(_code("a gradient", code.on_gradient(torch.clone))[1], seen_by=()),
     _wire("a bucket", wires.on_mean(torch.clone), ()),
-    Fault("metadata", "compiled code", (), mode="ddpopt-split", case="weight_norm", backend="reusing"),
+    Fault("metadata", "compiled code", (), **METADATA),
 )
 """The ways in which faults are injected, without a fault: verification must find nothing."""

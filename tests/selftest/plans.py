@@ -13,7 +13,8 @@ from ddpopt.dynamo import backend
 from ddpopt.judge.trainer import Trainer
 from ddpopt.planning.bucket_rule import specs_from_ddp
 from ddpopt.planning.model_graphs import ModelGraphs
-from ddpopt.planning.plan import Bucket, Plan
+from ddpopt.planning.plan import Plan
+from tests.multigpu.models import plan_of
 from tests.selftest.sites import Inject, NotInjected, Site, every_rank
 
 Indices = list[list[int]]
@@ -33,10 +34,8 @@ def bucketing(change: Callable[[Indices], Indices], carriers: Callable[[int], ra
             limits = arguments["per_bucket_size_limits"]
             if indices != planned:
                 site.mark()
-            return arguments | {
-                "bucket_indices": indices,
-                "per_bucket_size_limits": (limits * len(indices))[: len(indices)],
-            }
+            sizes = (limits * len(indices))[: len(indices)]
+            return arguments | {"bucket_indices": indices, "per_bucket_size_limits": sizes}
 
         if site.rank not in carriers(site.size):
             return contextlib.nullcontext()
@@ -82,11 +81,7 @@ def other_plan_on_one_rank(trainer: Trainer, site: Site) -> None:
     if site.rank == 1:
         specs = specs[::-1]
         site.mark()
-    buckets = (
-        Bucket(place, (spec.name,), spec.nbytes, spec.dtype, spec.device, 0, "put in by hand")
-        for place, spec in enumerate(specs)
-    )
-    impose(trainer.ddp, Plan(tuple(buckets), (), ()))
+    impose(trainer.ddp, plan_of([[spec] for spec in specs]))
 
 
 @contextlib.contextmanager

@@ -280,10 +280,7 @@ FAULTS: dict[str, tuple[str, Tamper]] = {
     "the gradient of an input in the last step": ("L0", on_input_gradient(scaled, in_last_step)),
     "the gradient of an input, missing": ("L3", on_inputs(lambda left, _: setattr(left, "grad", None))),
     "a gradient that requires gradients": ("L3", on_model(lambda m: m.second.weight.grad.requires_grad_())),
-    "gradients of two inputs in one memory": (
-        "L3",
-        on_inputs(lambda one, other: setattr(other, "grad", one.grad)),
-    ),
+    "gradients of two inputs in one memory": ("L3", on_inputs(lambda a, b: setattr(b, "grad", a.grad))),
     "gradients of two parameters in one memory": ("L3", on_model(share_gradients)),
     "gradients of all steps in one memory": ("L3", gradients_in_one_memory),
     "the gradient of an ignored parameter": ("L0", on_model(lambda m: larger_gradient(m.scale))),

@@ -34,6 +34,7 @@ REFUSALS = {
     "UnsupportedError": "another refusal",
 }
 """Errors that ddpopt itself raises before anything is compared, and the level to which each belongs."""
+Note = Callable[[], None]
 BACKENDS: dict[str, Any] = {"aot_eager": "aot_eager", "rounding": rounding, "reusing": reusing}
 
 
@@ -64,7 +65,7 @@ class Found:
         return f"overlooked by {overlooked}" if overlooked else ""
 
 
-def try_fault(ranks: Ranks, fault: Fault, note: Callable[[], None] = lambda: None) -> tuple[Trial, Found]:
+def try_fault(ranks: Ranks, fault: Fault, note: Note = lambda: None) -> tuple[Trial, Found]:
     """Judge a mode with a fault in it; a collective of all ranks.
 
     Args:
@@ -106,9 +107,7 @@ def unbroken(ranks: Ranks, case_name: str, option_name: str) -> Iterator[Referen
         bench.close()
 
 
-def judge_fault(
-    reference: Reference, fault: Fault, note: Callable[[], None] = lambda: None
-) -> tuple[Trial, Found]:
+def judge_fault(reference: Reference, fault: Fault, note: Note = lambda: None) -> tuple[Trial, Found]:
     """Judge a mode with a fault in it, compared with an existing reference.
 
     Args:

@@ -28,10 +28,8 @@ class Effects:
     def assert_equal(self, other: "Effects") -> None:
         assert torch.equal(self.generator, other.generator)
         for name in ("outputs", "inputs", "gradients"):
-            mine, others = getattr(self, name), getattr(other, name)
-            assert [
-                i for i, pair in enumerate(zip(mine, others, strict=True)) if not identical(*pair)
-            ] == [], name
+            pairs = zip(getattr(self, name), getattr(other, name), strict=True)
+            assert [place for place, pair in enumerate(pairs) if not identical(*pair)] == [], name
 
 
 def identical(left: Any, right: Any) -> bool:

@@ -31,81 +31,6 @@ class Net(nn.Module):
         return x
 
 
-class ViewLeaves(Net):
-    """The first graph gives the second one a view of a weight."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        first, second, _ = self.layers
-        weight = self.get_parameter("layers.2.weight").t()
-        x = second(first(x).tanh()).tanh()
-        torch._dynamo.graph_break()
-        return x @ weight + self.get_parameter("layers.2.bias")
-
-
-class Scaling(Net):
-    """A parameter that eager autograd saves as it is, and no view of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.full((WIDTH,), 2.0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * self.scale
-
-
-class Scaled(torch.autograd.Function):
-    """Multiplies by a scale that gets no gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
-        ctx.save_for_backward(scale)
-        return x * scale
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient * ctx.saved_tensors[0], None
-
-
-class WithoutGradient(Scaling):
-    """A parameter that the graph reads, and for which its backward has no gradient."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = Scaled.apply(Net.forward(self, x), self.scale)  # type: ignore[no-untyped-call]
-        return out
-
-
-class Raising(torch.autograd.Function):
-    """The identity; its backward raises."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, raises: bool) -> Tensor:
-        ctx.raises = raises
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        if ctx.raises:
-            raise ZeroDivisionError("in the middle")
-        return gradient, None
-
-
-class RaisingInTheMiddle(Net):
-    """Between two graphs, backward may raise."""
-
-    raises = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        first, second, third = self.layers
-        x = self.middle(second(first(x).tanh()).tanh())
-        out: Tensor = third(x).tanh()
-        return out
-
-    @torch._dynamo.disable  # type: ignore[untyped-decorator]  # of torch
-    def middle(self, x: Tensor) -> Tensor:
-        out: Tensor = Raising.apply(x, self.raises)  # type: ignore[no-untyped-call]  # of torch
-        return out
-
-
 class Twins:
     """An eager DDP module and an inline one, with equal weights."""
 
@@ -169,16 +94,3 @@ def backward(total: Tensor, **options: Any) -> None:
 
 def train(call: Any, ddp: DistributedDataParallel) -> None:
     backward(loss(call(rows())))
-
-
-def error_of(action: Callable[[], object]) -> str:
-    """The error that this raises; empty if none."""
-    try:
-        action()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def without(*names: str) -> list[str]:
-    return [name for name in ALL if name not in names]

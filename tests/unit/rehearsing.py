@@ -1,16 +1,15 @@
 """Helpers of the tests of one rank: a small model, what is explained of it, and a reducer that runs."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch does not mark its re-exports
 
 from ddpopt.cases import corpus
 from ddpopt.explanation.explain import explain_case
-from ddpopt.explanation.result import Explanation, OwnBucket
+from ddpopt.explanation.result import Explanation
 from ddpopt.observation import reducer_buckets
 from ddpopt.planning.bucket_rule import initial_buckets, rebuilt_buckets, specs_from_ddp
 from ddpopt.planning.limits import BucketConfig
@@ -49,13 +48,6 @@ def rows(width: int = WIDTH) -> Tensor:
     return torch.ones(4, width)
 
 
-def marked(factor: float, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """A communication hook that shows, on one rank, what was reduced, and by whom last."""
-    done: torch.futures.Future[Tensor] = torch.futures.Future()
-    done.set_result(bucket.buffer() * factor + 1)
-    return done
-
-
 @functools.cache
 def explained(name: str) -> Explanation:
     """A case of the corpus, explained once for all tests."""
@@ -63,7 +55,7 @@ def explained(name: str) -> Explanation:
     return explain_case(case, case.ddp_kwargs, "split")
 
 
-def params(buckets: tuple[OwnBucket, ...]) -> list[tuple[str, ...]]:
+def params(buckets: Iterable[Any]) -> list[tuple[str, ...]]:
     return [bucket.params for bucket in buckets]
 
 
@@ -71,7 +63,7 @@ def running_buckets(ddp: Any, step: Callable[..., Any], *inputs: Tensor) -> list
     """The buckets of a reducer after four steps."""
     for _ in range(4):
         step(*inputs).square().mean().backward()
-    return _running(ddp)
+    return params(reducer_buckets.running_buckets(ddp))
 
 
 def assert_buckets_as_predicted(ddp: Any, train: Callable[[int], object]) -> BucketConfig:
@@ -80,9 +72,7 @@ def assert_buckets_as_predicted(ddp: Any, train: Callable[[int], object]) -> Buc
     Steps are told their numbers.
     """
     specs, config = specs_from_ddp(ddp), BucketConfig.from_ddp(ddp)
-    assert _running(ddp) == [
-        tuple(specs[i].name for i in bucket) for bucket in initial_buckets(specs, config)
-    ]
+    _assert_buckets(ddp, specs, initial_buckets(specs, config))
     ready: list[list[str]] = []
     param: Any  # torch leaves the hook's registration untyped
     for name, param in ddp.module.named_parameters():
@@ -95,10 +85,10 @@ def assert_buckets_as_predicted(ddp: Any, train: Callable[[int], object]) -> Buc
         by_name = {spec.name: spec for spec in specs}
         seen = ready[1 if config.static_graph else 0]
         specs = tuple(by_name[name] for name in dict.fromkeys([*seen, *by_name]) if name in by_name)
-    rule = rebuilt_buckets if config.rebuilds else initial_buckets
-    assert _running(ddp) == [tuple(specs[i].name for i in bucket) for bucket in rule(specs, config)]
+    _assert_buckets(ddp, specs, (rebuilt_buckets if config.rebuilds else initial_buckets)(specs, config))
     return config
 
 
-def _running(ddp: Any) -> list[tuple[str, ...]]:
-    return [bucket.params for bucket in reducer_buckets.running_buckets(ddp)]
+def _assert_buckets(ddp: Any, specs: Any, indices: Any) -> None:
+    expected = [tuple(specs[index].name for index in bucket) for bucket in indices]
+    assert params(reducer_buckets.running_buckets(ddp)) == expected

@@ -12,11 +12,9 @@ from ddpopt.testing.drawn import DrawnModel, Program, known_features, step
 from ddpopt.testing.drawn.forms import CHOICES
 
 DOCS = Path(__file__).parents[2] / "docs" / "generators.md"
+TIED = step("checkpointed", body=(step("linear"), step("linear", layer="tied")))
 SHARED = DrawnModel(
-    steps=(
-        step("checkpointed", body=(step("linear"), step("linear", layer="tied"))),
-        step("embedding", gradient="sparse"),
-    ),
+    steps=(TIED, step("embedding", gradient="sparse")),
     outputs=(step("input_itself"),),
     takes="dict",
     batches=(2, 3),
@@ -87,14 +85,8 @@ def test_a_failing_line_of_a_drawn_model_shows_in_the_traceback() -> None:
             "step('repeat', body=[step('residual', body=[step('graph_break')])])",
             "block 'repeat': expected steps without a graph break in its body, got step('graph_break')",
         ),
-        (
-            "step('residual', body=[step('other')])",
-            "block 'residual': expected steps in its body, not outputs",
-        ),
-        (
-            "DrawnModel((step('other'),))",
-            "expected steps to be steps whose blocks are steps, got (step('other'",
-        ),
+        ("step('residual', body=[step('other')])", "block 'residual': expected steps in its body, not out"),
+        ("DrawnModel((step('other'),))", "expected steps to be steps whose blocks are steps, got (step("),
         ("DrawnModel(outputs=[step('other')])", "expected outputs to be of type tuple, got [step('other')]"),
         ("DrawnModel(width=6)", "expected a width that is a multiple of 4 and a cap of at least one byte"),
         ("DrawnModel(width=8.0)", "expected width to be of type int, got 8.0"),

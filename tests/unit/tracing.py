@@ -13,6 +13,8 @@ from ddpopt.planning.bucket_rule import ParamSpec, specs_from_module
 from ddpopt.planning.facts import GraphFacts, collect, parameter_sources
 from ddpopt.planning.plan import Cut, Plan, Segment
 
+Specs = Mapping[int, ParamSpec]
+
 
 @dataclass
 class Recorder:
@@ -54,11 +56,9 @@ class Traced:
         return {use.spec.name: " ".join(facts.nodes[i] for i in use.readers) for use in facts.params}
 
 
-def parameter_names(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], specs: Mapping[int, ParamSpec]
-) -> dict[str, str]:
+def parameter_names(gm: fx.GraphModule, inputs: Sequence[Any], specs: Specs) -> dict[str, str]:
     """The parameters that the graph reads, by what the graph calls them."""
-    sources = parameter_sources(gm, example_inputs, specs)
+    sources = parameter_sources(gm, inputs, specs)
     return {label: name for names in sources.values() for label, name in names.items()}
 
 
@@ -87,8 +87,6 @@ def cut_before(gm: fx.GraphModule, *first_nodes: str) -> Plan:
     """A plan that cuts `gm` before the named nodes and plans no bucket."""
     names = [node.name for node in body_nodes(gm.graph)]
     edges = [0, *(names.index(node) for node in first_nodes), len(names)]
-    segments = [
-        Segment(index, 0, tuple(names[first:last]), (), ())
-        for index, (first, last) in enumerate(itertools.pairwise(edges))
-    ]
+    pairs = enumerate(itertools.pairwise(edges))
+    segments = [Segment(index, 0, tuple(names[first:last]), (), ()) for index, (first, last) in pairs]
     return Plan((), tuple(segments), tuple(Cut(0, node, "asked for") for node in first_nodes))

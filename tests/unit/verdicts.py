@@ -8,6 +8,7 @@ from ddpopt.judge.verdict import Finding, Location, Measured, Rung, SeenBucket, 
 ENVIRONMENT = {"torch": "2.13.0", "ddpopt": "0.1.0", "python": "3.11.2", "device": "cpu", "platform": "Linux"}
 BITWISE = "an aot_eager gradient equals eager's in every bit"
 ONCE = "every planned bucket is reduced exactly once per backward"
+TWICE = "bucket 1 was reduced 2 times in step 2 of rank 0, expected 1"
 STACK = 'rank 1 died with signal 9\nFile "model.py", line 7, in forward\n  return self.layer(x)'
 MODES = tuple(mode.name for mode in modes.MODES)
 CASES = ("linears", "gpt", "tied", "batch_norm", "mixed_dtypes", "unused")
@@ -53,9 +54,7 @@ def wrong_trial(case: str = "pkg.module:model", mode: str = "ddpopt-split", opti
         status=Status.WRONG,
         findings=(
             Finding("L0", BITWISE, message, 1, 2, "layers.0.weight", 1, ulps=512.0, error=3e-5, bound=0.0),
-            Finding(
-                "L3", ONCE, "bucket 1 was reduced 2 times in step 2 of rank 0, expected 1", 0, 2, bucket=1
-            ),
+            Finding("L3", ONCE, TWICE, 0, 2, bucket=1),
         ),
         measured=(
             *measured("layers.1.weight", 0),
@@ -112,10 +111,5 @@ def _sample(case: str, mode: str, option: str) -> Trial:
     return replace(trial, backend="" if mode == "eager" else trial.backend)
 
 
-EVERY = [
-    verdict(),
-    verdict(ok_trial()),
-    verdict(wrong_trial(), location=location()),
-    all_kinds(),
-    matrix(options=3),
-]
+LOCATED = verdict(wrong_trial(), location=location())
+EVERY = [verdict(), verdict(ok_trial()), LOCATED, all_kinds(), matrix(options=3)]

@@ -60,10 +60,8 @@ def plan_of(case: Case) -> Plan:
 
 
 def as_text(plan: Plan) -> str:
-    lines = [
-        f"{len(plan.buckets)} buckets in {len(plan.segments)} segments",
-        *map(bucket_as_text, plan.buckets),
-    ]
+    lines = [f"{len(plan.buckets)} buckets in {len(plan.segments)} segments"]
+    lines += map(bucket_as_text, plan.buckets)
     lines += [f"  cut {cut.graph}: {cut.before}" for cut in plan.cuts]
     lines += [f"  unread: {shortened(plan.unread)}"] if plan.unread else []
     return "\n".join(lines)

@@ -112,16 +112,18 @@ def test_a_recompile_has_its_guard_its_step_and_the_dimension_to_mark() -> None:
 # ------------------------------------------------------------------------------------------- parameters
 
 
+NEVER = {"never.weight": True, "never.bias": True}
+WRONG = [(Weight.WRONG, "run"), (Weight.WRONG, "parameters")]
+
+
+def topics(diagnosis: Diagnosis) -> list[tuple[Weight, str]]:
+    return [(finding.weight, finding.topic) for finding in diagnosis.problems]
+
+
 def test_an_unused_parameter_is_wrong_unless_ddp_looks_for_it() -> None:
     diagnosis = diagnose(case_of(Skipping), backend="eager")
-    assert [(unused.name, unused.always) for unused in diagnosis.unused] == [
-        ("never.weight", True),
-        ("never.bias", True),
-    ]
-    assert [(finding.weight, finding.topic) for finding in diagnosis.problems] == [
-        (Weight.WRONG, "run"),
-        (Weight.WRONG, "parameters"),
-    ]
+    assert {unused.name: unused.always for unused in diagnosis.unused} == NEVER
+    assert topics(diagnosis) == WRONG
     assert diagnosis.exit_code == 1
 
 
@@ -132,8 +134,7 @@ def test_a_parameter_that_some_steps_leave_out_names_rank_and_step_and_compiled_
     assert by_name["second.weight"].missing == ((0, 1), (1, 1))
     assert not by_name["second.weight"].always
     assert list(diagnosis.buckets) == ["torch's DDPOptimizer", "ddpopt"]
-    wrong = [finding for finding in diagnosis.problems if finding.weight is Weight.WRONG]
-    assert [finding.topic for finding in wrong] == ["run", "parameters"]
+    assert [each for each in topics(diagnosis) if each[0] is Weight.WRONG] == WRONG
 
 
 # ------------------------------------------------------------------------------------------- buckets and time
@@ -141,13 +142,10 @@ def test_a_parameter_that_some_steps_leave_out_names_rank_and_step_and_compiled_
 
 def test_buckets_are_the_running_reducers_and_waiting_ones_are_counted() -> None:
     diagnosis = diagnose(corpus.case("linear8"), backend="aot_eager")
-    assert [bucket.params[0] for bucket in diagnosis.buckets["ddpopt"]] == [
-        f"layers.{n}.bias" for n in range(7, -1, -1)
-    ]
+    biases = [f"layers.{n}.bias" for n in range(7, -1, -1)]
+    assert [bucket.params[0] for bucket in diagnosis.buckets["ddpopt"]] == biases
     (finding,) = found_of(diagnosis, "buckets")
-    assert finding.what.startswith(
-        "Under torch's DDPOptimizer 7 of 9 buckets wait for more than one of 8 seg"
-    )
+    assert finding.what.startswith("Under torch's DDPOptimizer 7 of 9 buckets wait for more than one of 8 ")
     document = json.loads(diagnosis.to_json())
     assert [each["what"] for each in document["findings"]] == [each.what for each in diagnosis.findings]
     assert list(document["buckets"]) == list(diagnosis.buckets)

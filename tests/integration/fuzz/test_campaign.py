@@ -33,12 +33,9 @@ class Answering(nullcontext[float]):
     def ask(self, task: Task) -> Iterator[Answer]:
         digest = hashlib.sha256(task.source.encode()).digest()
         for mode in task.modes:
-            if digest[0] % 4 == 0:
-                yield Answer(
-                    mode, Outcome.WRONG, FailureSignature("error", f"Error{digest[0] // 4 % 3}"), "said"
-                )
-            else:
-                yield Answer(mode, Outcome.OK)
+            error = FailureSignature("error", f"Error{digest[0] // 4 % 3}")
+            fails = digest[0] % 4 == 0
+            yield Answer(mode, Outcome.WRONG, error, "said") if fails else Answer(mode, Outcome.OK)
 
 
 @pytest.fixture(autouse=True)
@@ -46,15 +43,12 @@ def answering(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(campaign, "Worker", Answering)
 
 
-def run(
-    folder: Path,
-    examples: int,
-    *,
-    plan: CampaignPlan = PLAN,
-    tell: Callable[[tuple[FoundCase, ...]], None] = lambda _: None,
-) -> list[Entry]:
-    journal = Journal(folder, plan)
-    Campaign(journal, plan, Budget(examples=examples), tell).run()
+Tell = Callable[[tuple[FoundCase, ...]], None]
+
+
+def run(folder: Path, examples: int, tell: Tell = lambda _: None) -> list[Entry]:
+    journal = Journal(folder, PLAN)
+    Campaign(journal, PLAN, Budget(examples=examples), tell).run()
     return sorted(journal.entries, key=lambda entry: entry.place)
 
 
@@ -120,9 +114,7 @@ NUMBERED = {"RANK": "1", "WORLD_SIZE": "2"}
 """What tells the second of torchrun's two processes its number."""
 
 
-def test_each_process_judges_the_models_of_its_number_in_a_folder_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_process_judges_models_of_its_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in NUMBERED.items():
         monkeypatch.setenv(name, value)
     commands.run(*FUZZ, str(tmp_path), "--without", "cond, dropout")
@@ -134,9 +126,7 @@ def test_each_process_judges_the_models_of_its_number_in_a_folder_of_its_own(
     assert [entry.features for entry in entries] == [tuple(sorted(model.features)) for model in drawn]
 
 
-def test_what_is_drawn_does_not_depend_on_the_modules_that_are_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loaded_modules_do_not_change_what_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = Source(7)
     before = [drawn_block(source, number) for number in range(5)]
     monkeypatch.syspath_prepend(tmp_path)

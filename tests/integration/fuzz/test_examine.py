@@ -13,10 +13,8 @@ from tests.found import examined
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning")
 FAILURE = FailureSignature("error", "AssertionError", "distributed.py in __init__")
-# torch's optimizer takes no cap below 1 MiB
-CASE = FoundCase(
-    DrawnModel(width=4, cap_bytes=1), "torch", Setting("eager", steps=1, lowers_limit=False), FAILURE
-)
+SMALL = DrawnModel(width=4, cap_bytes=1)  # torch's optimizer takes no cap below 1 MiB
+CASE = FoundCase(SMALL, "torch", Setting("eager", steps=1, lowers_limit=False), FAILURE)
 
 
 def test_an_exception_is_attributed_to_the_mode_and_leaves_no_module_active(alone: Ranks) -> None:

@@ -1,7 +1,6 @@
 """The failures that were found: each is told in full, and ddpopt gets its model right, bit for bit."""
 
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,7 @@ from ddpopt.judge.locating.scripting import shows
 from ddpopt.ranks.group import Ranks
 from tests.found import FOLDER, OURS, examined, fails_undivided, found_cases
 
-
-def each(cases: Sequence[FoundCase]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("case", cases, ids=lambda case: case.stem)
+pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning")
 
 
 def test_found_cases_exist_and_their_files_are_named_for_the_failure() -> None:
@@ -34,35 +31,31 @@ def test_the_page_on_fuzzing_names_cases_that_there_are() -> None:
     assert named - {case.stem for case in found_cases()} == set()
 
 
-def in_each_mode(cases: Sequence[FoundCase]) -> list[Any]:
+def in_each_mode() -> list[Any]:
     """By day in the mode that was wrong once; what torch alone got wrong is no regression of ours."""
     return [
         pytest.param(case, n, marks=() if n == case.mode else pytest.mark.nightly, id=f"{case.stem}-{n}")
-        for case in cases
+        for case in found_cases()
         for n in OURS
+        if not fails_undivided(case)
     ]
 
 
-@pytest.mark.parametrize(
-    ("case", "mode"), in_each_mode([case for case in found_cases() if not fails_undivided(case)])
-)
-@pytest.mark.filterwarnings("ignore:.*:UserWarning")
+@pytest.mark.parametrize(("case", "mode"), in_each_mode())
 def test_ddpopt_gets_the_model_right_bit_by_bit(case: FoundCase, mode: str, alone: Ranks) -> None:
     (answer,) = examined(alone, case.model, mode)
     assert answer.kind is Outcome.OK or answer.detail.startswith("nothing was judged"), answer
     assert answer.mode == mode
 
 
-def by_day(cases: Sequence[FoundCase]) -> list[Any]:
-    """All cases, of which the first of each kind of failure is looked at by day."""
+def undivided() -> list[Any]:
+    """All cases of torch's alone, of which the first of each kind of failure is looked at by day."""
+    cases = [case for case in found_cases() if fails_undivided(case)]
     first = {case.signature.kind: case for case in reversed(cases)}.values()
     return [pytest.param(case, marks=() if case in first else pytest.mark.nightly) for case in cases]
 
 
-@pytest.mark.parametrize(
-    "case", by_day([case for case in found_cases() if fails_undivided(case)]), ids=lambda case: case.stem
-)
-@pytest.mark.filterwarnings("ignore:.*:UserWarning")
+@pytest.mark.parametrize("case", undivided(), ids=lambda case: case.stem)
 def test_what_torch_gets_wrong_in_one_piece_is_not_blamed_on_ddpopt(
     case: FoundCase, alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -75,8 +68,11 @@ def test_what_torch_gets_wrong_in_one_piece_is_not_blamed_on_ddpopt(
     assert [(answer.mode, answer.kind) for answer in answers] == [(name, Outcome.BACKEND) for name in OURS]
 
 
-@each([case for case in found_cases() if case.is_torchs])
+TORCHS = [case for case in found_cases() if case.is_torchs]
+
+
 @pytest.mark.nightly
+@pytest.mark.parametrize("case", TORCHS, ids=lambda case: case.stem)
 def test_the_script_shows_the_failure_where_torch_has_it(case: FoundCase, tmp_path: Path) -> None:
     if torch.__version__.partition("+")[0] != case.torch:
         pytest.skip(f"seen with torch {case.torch}")

@@ -101,9 +101,7 @@ stack, ddpopt-inline
     )
 
 
-def test_buckets_that_are_no_longer_the_planned_ones(
-    inline: Figures, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_buckets_that_are_not_the_planned_ones(inline: Figures, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise UnsupportedError("this reducer follows nobody")
 
@@ -120,9 +118,7 @@ stack, ddpopt-inline
     )
 
 
-def test_gradients_that_leave_only_when_the_backward_has_ended(
-    inline: Figures, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_that_leave_after_the_backward(inline: Figures, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ddpopt.dynamo.backend, "lendable", lambda *_: [])
     assert_expected_inline(
         told(inline, measured(INLINE, stack())),
@@ -132,9 +128,7 @@ stack, ddpopt-inline
     )
 
 
-def test_equal_segments_that_are_compiled_one_by_one(
-    inline: Figures, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_equal_segments_that_are_compiled_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     case = stack(layers_a_bucket=1)
     before = measured(SPLIT, case)
     monkeypatch.setattr("ddpopt.split.segments.signature", lambda *_: None)

@@ -26,41 +26,38 @@ def broken(backend: str) -> Trial:
     return Trial("case", "whole", "default", backend, Status.BROKEN, "rank 0 died of SIGSEGV")
 
 
-@pytest.fixture
-def top_rung_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing below is tried: each stage costs seconds."""
+WITH_RANK_1 = "together with the backend wrong_on_rank_1, with 2 ranks"
+DYING = "the backend dying_on_tanh"
 
-    def stages(question: Question, ranks: int) -> Iterator[Stage]:
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("trial", "nproc", "rung", "layer"),
+    [
+        (wrong("whole", "wrong_on_rank_1"), 2, ("wrong_on_rank_1, whole on 2 ranks", ""), WITH_RANK_1),
+        (broken("dying_on_tanh"), 1, ("dying_on_tanh, no DDP", "rank 0 died of SIGSEGV"), DYING),
+    ],
+)
+def test_a_backend_that_is_wrong_or_takes_its_ranks_down_is_located_and_shown(
+    trial: Trial,
+    nproc: int,
+    rung: tuple[str, str],
+    layer: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def top_rung_alone(question: Question, ranks: int) -> Iterator[Stage]:
         yield Stage("local" if ranks == 1 else question.mode, question.backend, ranks)
 
-    monkeypatch.setattr(located, "stages_of", stages)
-
-
-@pytest.mark.nightly
-def test_what_a_single_rank_does_not_show_is_located_and_shown_on_two(
-    tmp_path: Path, top_rung_alone: None
-) -> None:
-    found = locate(f"{MODULE}:short", wrong("whole", "wrong_on_rank_1"), tmp_path / "shown.py", limit_s=400)
-    assert [rung.name for rung in found.rungs if not rung.agrees] == ["wrong_on_rank_1, whole on 2 ranks"]
-    assert found.layer.endswith("together with the backend wrong_on_rank_1, with 2 ranks")
+    monkeypatch.setattr(located, "stages_of", top_rung_alone)  # each stage costs seconds
+    found = locate(f"{MODULE}:short", trial, tmp_path / "shown.py", nproc=nproc, limit_s=400)
+    (shown,) = (each for each in found.rungs if not each.agrees)
+    assert (shown.name, shown.detail if nproc == 1 else "") == rung
+    assert found.layer.endswith(layer)
     assert [segment.partition(" (")[0] for segment in found.segments] == ["graph 0, segment 1 of 2: tanh"]
-    assert (found.script, found.reproduces) == ("shown.py", True)
-    assert "nproc=2," in (tmp_path / "shown.py").read_text()
+    assert (found.script, found.reproduces, found.note) == ("shown.py", True, "")
+    assert f"nproc={nproc}," in (tmp_path / "shown.py").read_text()
     assert not dist.is_initialized()
-
-
-@pytest.mark.nightly
-def test_a_backend_that_takes_its_ranks_down_is_located_as_any_other(
-    tmp_path: Path, top_rung_alone: None
-) -> None:
-    found = locate(f"{MODULE}:short", broken("dying_on_tanh"), tmp_path / "shown.py", nproc=1, limit_s=400)
-    assert [(rung.name, rung.detail) for rung in found.rungs] == [
-        ("dying_on_tanh, no DDP", "rank 0 died of SIGSEGV")
-    ]
-    assert found.layer == "the backend dying_on_tanh"
-    assert [segment.partition(" (")[0] for segment in found.segments] == ["graph 0, segment 1 of 2: tanh"]
-    assert (found.script, found.reproduces) == ("shown.py", True)
-    assert found.note == ""
 
 
 STAGE = Stage("local", "mine")
@@ -87,9 +84,7 @@ def test_ranks_that_fail_between_two_tries_or_stall_end_the_search_with_a_note(
     assert known.symptom == Symptom("run", "KeyError")
 
 
-def test_a_script_that_cannot_be_written_is_a_note_with_the_layer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_script_that_cannot_be_written_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def found_wrong(known: Known, *_: object) -> None:
         known.hear(Known([RUNG], Stage("local", "eager"), Symptom("numbers")))
 

@@ -35,15 +35,9 @@ def gradients(model: nn.Module, call: Callable[..., Any]) -> list[Tensor]:
 
 @pytest.mark.parametrize(
     ("chosen", "compiled"),
-    [
-        (NOTHING, []),
-        (range(2, 4), [["linear", "sigmoid"]]),
-        (range(6, 99), [["linear", "relu"]]),
-    ],
+    [(NOTHING, []), (range(2, 4), [["linear", "sigmoid"]]), (range(6, 99), [["linear", "relu"]])],
 )
-def test_what_is_chosen_is_compiled_as_one_and_gradients_stay(
-    chosen: range, compiled: list[list[str]]
-) -> None:
+def test_what_is_chosen_is_compiled_as_one_and_gradients_stay(chosen: range, compiled: list[Any]) -> None:
     model, spy = Stages(), Spy()
     got = gradients(model, torch.compile(model, backend=ChosenPieces(spy, chosen)))
     expected = gradients(model, model)
@@ -52,23 +46,18 @@ def test_what_is_chosen_is_compiled_as_one_and_gradients_stay(
     assert all(torch.equal(left, right) for left, right in zip(got, expected, strict=True))
 
 
+ACROSS = ["graph 0, segments 5 to 7 of 8: tanh", "graph 1, segments 0 to 1 of 8: linear"]
+
+
 @pytest.mark.parametrize(
-    ("cuts", "count", "part", "named"),
-    [
-        (
-            *(True, 16, range(5, 10)),
-            ["graph 0, segments 5 to 7 of 8: tanh", "graph 1, segments 0 to 1 of 8: linear"],
-        ),
-        (False, 2, range(1, 2), ["compiled segment 1 of 2: linear"]),
-    ],
+    ("cuts", "part", "named"),
+    [(True, range(5, 10), ACROSS), (False, range(1, 2), ["compiled segment 1 of 2: linear"])],
 )
-def test_pieces_are_counted_through_all_graphs_and_named_by_graph_place_operation_and_line(
-    cuts: bool, count: int, part: range, named: list[str]
-) -> None:
+def test_pieces_are_counted_through_all_graphs_and_named(cuts: bool, part: range, named: list[str]) -> None:
     backend = ChosenPieces(Spy(), cuts=cuts)
     for rows in (4, 5):
         torch.compile(Stages(), backend=backend, dynamic=False)(torch.zeros(rows, 8))
-    assert backend.count == count
+    assert backend.count == (16 if cuts else 2)
     for line, begins in zip(backend.described(part), named, strict=True):
         assert line.startswith(begins)
         assert "(miscompiled.py:" in line

@@ -15,8 +15,6 @@ from ddpopt.tuning.simulate import Sent, Timeline
         pytest.param(((3.0, 4.0), (8.0, 9.0)), 0.5, id="a rest is no all-reduce time"),
     ],
 )
-def test_what_is_sent_after_computing_ended_at_5_is_exposed(
-    transfers: tuple[Span, ...], share: float
-) -> None:
+def test_what_is_sent_after_computing_ended_is_exposed(transfers: tuple[Span, ...], share: float) -> None:
     buckets = [Sent(index, 0, span[0], *span) for index, span in enumerate(transfers)]
     assert exposed_share(Timeline(tuple(buckets), 2.0, 5.0, 9.0, 10.0)) == share

@@ -68,15 +68,11 @@ def weight_gradients(case: Case, rank: int) -> list[Tensor]:
     """Run forward and backward of a new model in eager."""
     model = case.model()
     case.step(model, rank, 0).backward()  # type: ignore[no-untyped-call]  # as in torch
-    return [
-        param.grad for name, param in model.named_parameters() if "weight" in name and param.grad is not None
-    ]
+    return [p.grad for name, p in model.named_parameters() if "weight" in name and p.grad is not None]
 
 
 @pytest.mark.parametrize("factory", [pair, triple, keywords, single])
-def test_a_factory_becomes_a_case_that_repeats_differs_per_rank_and_leaves_the_generator_alone(
-    factory: Callable[[], object],
-) -> None:
+def test_a_factory_becomes_a_case_that_repeats_and_differs_per_rank(factory: Callable[[], object]) -> None:
     before = torch.random.get_rng_state()
     case = resolve(factory)
     case.model()
@@ -131,10 +127,7 @@ RETURNS = "expected it to return (model, inputs), (model, args, kwargs) or a ddp
         (returns_swapped, f"{RETURNS}, got (Tensor, Linear)"),
         (raises, f"{CALLED}ValueError: no such size: 0 {line_of(raises)}"),
         (leaves, f"{CALLED}SystemExit: 0 {line_of(leaves)}"),
-        (
-            f"{HERE}:MODEL_LEAVES",
-            f"making its model failed: SystemExit: 0 {line_of(leaves)}",
-        ),
+        (f"{HERE}:MODEL_LEAVES", f"making its model failed: SystemExit: 0 {line_of(leaves)}"),
         ("no_such_package.models:make", f"there is no module 'no_such_package'; {INSTALL}"),
         ("ddpopt.testin:make", f"there is no module 'ddpopt.testin'; {INSTALL}; did you mean 'testing'?"),
         (f"{HERE}:singl", f"module {HERE!r} has no attribute 'singl'; did you mean 'single'?"),
@@ -151,29 +144,27 @@ def test_an_unusable_target_is_rejected_with_what_to_do(target: Any, message: st
     assert refusal(lambda: resolve(target)) == f"{named}{message}"
 
 
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        ("1 / 0", "ZeroDivisionError: division by zero"),
-        ("import sys; sys.exit(0)", "SystemExit: 0"),
-        ("def make(:", "SyntaxError: invalid syntax (broken_models.py, line 1)"),
-    ],
-)
+BROKEN = {
+    "1 / 0": "ZeroDivisionError: division by zero",
+    "import sys; sys.exit(0)": "SystemExit: 0",
+    "def make(:": "SyntaxError: invalid syntax (broken_models.py, line 1)",
+}
+
+
+@pytest.mark.parametrize("source", BROKEN)
 def test_a_module_that_fails_to_import_is_distinguished_from_a_missing_one(
-    source: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "broken_models.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(UsageError) as caught:
         resolve("broken_models:make")
-    failed = f"target 'broken_models:make': importing 'broken_models' failed: {message}"
+    failed = f"target 'broken_models:make': importing 'broken_models' failed: {BROKEN[source]}"
     assert str(caught.value) == f"{failed} ({tmp_path / 'broken_models.py'}:1 in <module>: {source})"
     assert caught.value.__cause__ is not None
 
 
-def test_what_a_module_adds_to_the_path_stays_and_the_current_folder_is_first_only_while_it_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_module_adds_to_the_path_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "lib").mkdir()
     late = "import torch\ndef make():\n    return torch.nn.Linear(2, 2), torch.ones(1, 2)\n"
     adds = "import sys\nsys.path += ['lib']\ndef make():\n    import imported_late as m\n    return m.make()"

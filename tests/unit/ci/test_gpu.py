@@ -15,23 +15,22 @@ MACHINE = {
 }  # fmt: skip
 GRID = {"title": "A model", "columns": ["mode", "median"], "rows": [["eager", "3"]]}
 CLAIMS = [{"held": True, "found": 1.0}, {"held": False, "found": 2.0}, {"held": False, "found": None}]
-TESTS = (
-    '<testsuite name="a"><testcase name="b"/>'
-    '<testcase name="c"><skipped message="no"/></testcase></testsuite>'
-)
+TESTS = '<testsuite name="a"><testcase name="b"/><testcase name="c"><skipped/></testcase></testsuite>'
+FILES: dict[str, Any] = {
+    "machine.json": MACHINE,
+    "judge.json": {"trials": [{"status": "ok"}, {"status": "wrong"}]},
+    "steps.json": {"claims": CLAIMS, "grids": [GRID]},
+    "parts/tests.json": {"exit_code": 0, "seconds": 9},
+    "parts/judge.json": {"exit_code": 1, "seconds": 9},
+    "parts/steps.json": {"exit_code": 1, "seconds": 9},
+}
 
 
 def test_a_part_without_a_result_says_so_and_others_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "parts").mkdir()
-    ran = {"tests": 0, "judge": 1, "steps": 1}
-    files: dict[str, Any] = {
-        f"parts/{name}.json": {"exit_code": code, "seconds": 9} for name, code in ran.items()
-    }
-    files |= {"machine.json": MACHINE, "judge.json": {"trials": [{"status": "ok"}, {"status": "wrong"}]}}
-    files |= {"steps.json": {"claims": CLAIMS, "grids": [GRID]}}
-    for name, content in files.items():
+    for name, content in FILES.items():
         (tmp_path / name).write_text(json.dumps(content))
     (tmp_path / "tests.xml").write_text(TESTS)
     monkeypatch.setattr(gpu, "KEPT", tmp_path / "kept.txt")

@@ -13,14 +13,9 @@ WORDS = ("eager", "whole graph", "DDPOptimizer", "split", "inline")
 
 def runs(test: str, letters: str, small: bool = False, builds: bool = True) -> dict[Job, Outcome]:
     """How `test` ended in eager and in each mode, one letter for each; a space for none."""
-    pairs = zip(WORDS, letters, strict=True)
-    return {
-        Job(test, mode, small): Outcome(
-            ENDINGS[letter], builds, message="" if letter == "." else f"{mode}\nno | way"
-        )
-        for mode, letter in pairs
-        if letter != " "
-    }
+    pairs = [pair for pair in zip(WORDS, letters, strict=True) if pair[1] != " "]
+    said = {mode: "" if letter == "." else f"{mode}\nno | way" for mode, letter in pairs}
+    return {Job(test, mode, small): Outcome(ENDINGS[end], builds, message=said[mode]) for mode, end in pairs}
 
 
 def test_only_tests_that_build_ddp_and_pass_in_eager_are_judged() -> None:

@@ -6,22 +6,18 @@ import pytest
 
 from ddpopt.judge.report.files import status_line
 
+SHOWN: dict[str, tuple[dict[str, str], str, str]] = {
+    "no terminal": ({"FORCE_COLOR": "1"}, "", "at"),
+    "colors": ({"TERM": "xterm", "COLUMNS": "80"}, "\x1b[32m", "\\[not markup]"),
+    "no colors": ({"TERM": "xterm", "COLUMNS": "80", "NO_COLOR": "1"}, "[not markup]", "\x1b[32m"),
+}
 
-@pytest.mark.parametrize(
-    ("variables", "holds", "lacks"),
-    [
-        ({"FORCE_COLOR": "1"}, "", "at"),  # no terminal
-        ({"TERM": "xterm", "COLUMNS": "80"}, "\x1b[32m", "\\[not markup]"),
-        ({"TERM": "xterm", "COLUMNS": "80", "NO_COLOR": "1"}, "[not markup]", "\x1b[32m"),
-    ],
-)
+
+@pytest.mark.parametrize("where", SHOWN)
 def test_a_line_is_shown_in_a_terminal_alone_on_stderr_and_without_colors_where_nobody_wants_them(
-    variables: dict[str, str],
-    holds: str,
-    lacks: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    where: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    variables, holds, lacks = SHOWN[where]
     for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TERM"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():

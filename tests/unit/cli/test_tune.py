@@ -29,9 +29,7 @@ def found(_: object, __: object, ___: object, link: Link | None, caps: object, m
     return Tuned(PROFILE, link or LINK, tuple(rows))
 
 
-def test_the_table_is_as_narrow_as_the_terminal_and_every_file_is_written(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_table_is_narrow_and_files_are_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tuning, "launch", lambda _, *args, **__: [found(None, *args)])
     monkeypatch.setenv("COLUMNS", "60")
     files = {name: tmp_path / f"t.{name}" for name in ("json", "html", "trace")}
@@ -72,9 +70,7 @@ its batch.
     assert run("tune", "tied", "--link", str(files["json"])).exit_code == 0  # it has a link, too
 
 
-def test_what_a_rank_cannot_use_is_a_usage_error_and_other_failures_are_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_a_rank_cannot_use_alone_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
     for kind, code in {"ddpopt.errors.UsageError": 2, "RuntimeError": 1}.items():
         stack = f'Traceback (most recent call last):\n  File "a.py", line 1\n{kind}: none of\n  them\n'
         failed = RanksFailed([RankFailure(0, "raised", "running the task", 1, stack=stack)], 2)

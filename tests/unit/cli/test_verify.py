@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -75,12 +76,9 @@ def test_the_matrix_asks_for_every_mode_under_every_option_on_six_cases(requeste
     assert sum(len(one.modes) for one in found) == len(MODES) * len(OPTIONS) * len(CASES)
 
 
-def test_neither_a_search_that_fails_nor_a_full_device_costs_the_verdict(
-    requested: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def failing(*_: object, **__: object) -> None:
-        raise InfrastructureError("no rank could be started")
-
+@pytest.mark.usefixtures("requested")
+def test_a_failed_search_or_device_costs_no_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing = Mock(side_effect=InfrastructureError("no rank could be started"))
     monkeypatch.setattr(verification, "locate", failing)
     summary = tmp_path / "summary"
     summary.write_text("before\n")

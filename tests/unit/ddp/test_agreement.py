@@ -28,11 +28,8 @@ def members(monkeypatch: pytest.MonkeyPatch) -> Members:
     monkeypatch.setattr(dist, "get_backend", lambda _: "gloo")
 
     def make(count: int) -> list[Any]:
-        store = c10d.HashStore()
-        return [
-            SimpleNamespace(rank=lambda rank=rank: rank, size=lambda: count, store=store)
-            for rank in range(count)
-        ]
+        known = {"size": lambda: count, "store": c10d.HashStore()}
+        return [SimpleNamespace(rank=lambda rank=rank: rank, **known) for rank in range(count)]
 
     return make
 
@@ -52,10 +49,8 @@ def outcomes(actions: Sequence[Callable[[], object]]) -> list[object]:
 
 def calls(members: Sequence[Any], payloads: Sequence[str], seconds: float = 10) -> list[Callable[[], object]]:
     timeout = timedelta(seconds=seconds)
-    return [
-        functools.partial(agree, member, "test", payload, timeout)
-        for member, payload in zip(members, payloads, strict=True)
-    ]
+    pairs = zip(members, payloads, strict=True)
+    return [functools.partial(agree, member, "test", payload, timeout) for member, payload in pairs]
 
 
 def test_every_rank_learns_every_text_in_rank_order_and_calls_in_a_row_do_not_mix(members: Members) -> None:

@@ -68,19 +68,14 @@ def test_outside_of_a_backward_nothing_runs() -> None:
 
 ROOTS: dict[str, tuple[Callable[[Watch], list[Any]], list[list[int]]]] = {
     "read also behind other operations": (
-        lambda watch: [watch.product() + watch.product() + watch.left.exp().sin().sum()],
-        [[3, 2]] * 2,
+        lambda own: [own.product() + own.product() + own.left.exp().sin().sum()], [[3, 2]] * 2
     ),
     "read for several roots": (
-        lambda watch: [(total := watch.product()).sin(), total.cos(), watch.left.sum()],
-        [[2, 1]],
+        lambda own: [(total := own.product()).sin(), total.cos(), own.left.sum()], [[2, 1]]
     ),
-    "a root itself": (lambda watch: [watch.product(), watch.left], [[2, 1]]),
-    "a gradient edge for a root": (
-        lambda watch: [get_gradient_edge(watch.product() + watch.left.sum())],
-        [[2, 1]],
-    ),
-}
+    "a root itself": (lambda own: [own.product(), own.left], [[2, 1]]),
+    "a gradient edge for a root": (lambda own: [get_gradient_edge(own.product() + own.left.sum())], [[2, 1]]),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ROOTS)

@@ -42,11 +42,8 @@ def said(action: Callable[[], object], kind: type[DdpoptError] = UsageError) -> 
 
 
 def planned(*buckets: Sequence[str], nbytes: int = 16, dtype: str = "float32") -> Plan:
-    return Plan(
-        tuple(Bucket(i, tuple(names), nbytes, dtype, "cpu", 0, "test") for i, names in enumerate(buckets)),
-        (),
-        (),
-    )
+    rest: Any = (nbytes, dtype, "cpu", 0, "test")
+    return Plan(tuple(Bucket(i, tuple(names), *rest) for i, names in enumerate(buckets)), (), ())
 
 
 def misfit(model: nn.Module, plan: Plan) -> str:
@@ -62,9 +59,8 @@ def test_every_partition_of_the_parameters_fits() -> None:
 
 
 def test_everything_that_is_wrong_with_the_names_is_said_at_once() -> None:
-    plan = planned(
-        ["first.weight"], ["nowhere", "last.bias"], [], ["tied.weight"], ["frozen.weight"], ["first.weight"]
-    )
+    first, tied, frozen = ([f"{name}.weight"] for name in ("first", "tied", "frozen"))
+    plan = planned(first, ["nowhere", "last.bias"], [], tied, frozen, first)
     model, wrapper = Model(), cast(Any, DistributedDataParallel)
     wrapper._set_params_and_buffers_to_ignore_for_model(model, ["last.bias"])
     expecttest.assert_expected_inline(
@@ -146,9 +142,10 @@ def test_a_static_graph_has_one_good_moment_before_its_first_forward() -> None:
     assert moment() == ""
     for _ in range(2):
         output = output_of(ddp)
-        assert "A static graph's buckets can only be set before its first forward" in moment()
+        during = moment()
         torch.autograd.backward(output)
-        assert "A static graph's buckets can only be set before its first forward" in moment()
+        for text in (during, moment()):
+            assert "A static graph's buckets can only be set before its first forward" in text
 
 
 @pytest.mark.parametrize("arguments", [{}, {"find_unused_parameters": True}])

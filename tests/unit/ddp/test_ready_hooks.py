@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -28,25 +29,22 @@ def ddp() -> Any:
     return DistributedDataParallel(Tower(), bucket_cap_mb=1e-4)
 
 
-def step(
-    ddp: DistributedDataParallel, inside: Callable[[Tensor], object] | None = None
-) -> list[Tensor | None]:
+def step(ddp: Any, inside: Callable[[Tensor], object] = lambda _: None) -> list[Tensor | None]:
     """One step's gradients; `inside` runs in its backward, when no gradient of a parameter has come yet."""
     ddp.zero_grad()
-    output = ddp(torch.ones(2, 6)).sum()
-    loss = output * 1
-    if inside is not None:
-        loss.register_hook(lambda gradient: inside(gradient) and None)
+    loss = ddp(torch.ones(2, 6)).sum() * 1
+    loss.register_hook(lambda gradient: inside(gradient) and None)
     torch.autograd.backward(loss)
     return gradients_of(ddp.module)
 
 
-def place_of(hooks: ReadyHooks, ddp: DistributedDataParallel, name: str) -> int:
-    return hooks.places[id(ddp.module.get_parameter(name))]
+def place_of(hooks: ReadyHooks, ddp: DistributedDataParallel) -> int:
+    return hooks.places[id(ddp.module.get_parameter(NAME))]
 
 
-def give(hooks: ReadyHooks, ddp: DistributedDataParallel, name: str, gradient: Tensor) -> None:
-    hooks.hand_over(place_of(hooks, ddp, name), ddp.module.get_parameter(name), gradient, alone=False)
+def take_over_and_give(hooks: ReadyHooks, ddp: DistributedDataParallel, _: object = None) -> None:
+    hooks.take_over()
+    hooks.hand_over(place_of(hooks, ddp), ddp.module.get_parameter(NAME), torch.zeros(6, 6), alone=False)
 
 
 def buckets(ddp: DistributedDataParallel) -> list[tuple[str, ...]]:
@@ -81,12 +79,7 @@ def test_another_reducer_is_taken_over_again(ddp: Any) -> None:
 
 def test_a_second_contribution_in_the_same_backward_is_an_error(ddp: Any) -> None:
     hooks = ready_hooks(ddp)
-
-    def inside(_: Tensor) -> None:
-        hooks.take_over()
-        give(hooks, ddp, NAME, torch.zeros(6, 6))
-
-    assert refusal(lambda: step(ddp, inside), HandOverError) == (
+    assert refusal(lambda: step(ddp, partial(take_over_and_give, hooks, ddp)), HandOverError) == (
         "parameter 'layers.1.weight': its gradient was handed to DDP from inside the compiled backward, and "
         "then another part of the same backward added to it. The bucket was sent without that part; discard "
         'this step. Compile with strategy="split", and please report this'
@@ -98,8 +91,7 @@ def test_what_was_handed_over_in_a_backward_that_failed_does_not_count_in_the_ne
     hooks = ready_hooks(ddp)
 
     def inside(_: Tensor) -> None:
-        hooks.take_over()
-        give(hooks, ddp, NAME, torch.zeros(6, 6))
+        take_over_and_give(hooks, ddp)
         raise ZeroDivisionError
 
     with ddp.no_sync(), pytest.raises(ZeroDivisionError):
@@ -112,7 +104,7 @@ def test_a_part_of_larger_memory_is_never_used_directly(ddp: Any) -> None:
     parameter = ddp.module.get_parameter(NAME)
     for gradient in (torch.ones(12, 6)[:6], torch.ones(6, 6).t()):
         parameter.grad = None
-        hooks.hand_over(place_of(hooks, ddp, NAME), parameter, gradient, alone=True)
+        hooks.hand_over(place_of(hooks, ddp), parameter, gradient, alone=True)
         assert parameter.grad.data_ptr() != gradient.data_ptr()
         assert parameter.grad.stride() == parameter.stride()
 
@@ -132,15 +124,12 @@ def test_hooks_of_a_module_that_is_gone_do_not_disturb_another_one_of_the_same_p
     assert not any(ready_hooks(second).is_hooked(place) for place in range(len(leaves)))
 
 
+OPTIONS: Any = ({}, {"find_unused_parameters": True}, {"static_graph": True})
+HOOKED = in_turn(list(product(OPTIONS, (0, 1))), ("split", "inline"))
+
+
 @pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize(
-    ("options", "hooked_in", "strategy"),
-    in_turn(
-        list(product(({}, {"find_unused_parameters": True}, {"static_graph": True}), (0, 1))),
-        ("split", "inline"),
-    ),
-    ids=str,
-)
+@pytest.mark.parametrize(("options", "hooked_in", "strategy"), HOOKED, ids=str)
 def test_a_hook_after_the_node_is_as_in_eager(strategy: Any, options: dict[str, Any], hooked_in: int) -> None:
     def trained(compiled: bool) -> list[Tensor | None]:
         model = Tower()

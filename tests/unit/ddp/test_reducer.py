@@ -55,9 +55,8 @@ def test_what_ddp_logs_is_the_same_but_for_the_buckets_also_of_what_was_set_afte
 
 
 def test_every_switch_of_ddp_that_the_reducer_has_is_passed_on_in_every_release() -> None:
-    switches = {*re.findall(r"(\w+): ", str(c10d.Reducer.__init__.__doc__))} & {*DDP_ARGUMENTS} - {
-        "process_group"
-    }
+    names = {*re.findall(r"(\w+): ", str(c10d.Reducer.__init__.__doc__))}
+    switches = names & {*DDP_ARGUMENTS} - {"process_group"}
     ddp = towers(**dict.fromkeys(switches, True))
     manual = hasattr(ddp, "finalize_backward")  # since torch 2.15
     if manual:

@@ -38,9 +38,7 @@ def test_a_line_that_no_campaign_wrote_is_named(damaged: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("modes", "distinct"), [(("ddpopt-split",), 0), (("whole",), 1)])
-def test_a_failure_of_the_backend_counts_where_the_backend_alone_was_asked_about(
-    modes: tuple[str, ...], distinct: int
-) -> None:
+def test_a_failure_of_the_backend_counts_where_it_was_asked(modes: tuple[str, ...], distinct: int) -> None:
     found = Answer(modes[0], Outcome.BACKEND, FailureSignature("L0", "loss"))
     summary = summarized(replace(THE_PLAN, modes=modes), [replace(entry(0), answers=(found,))])
     assert (len(summary.failures), summary.distinct) == (1, distinct)

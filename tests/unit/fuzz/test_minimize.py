@@ -88,9 +88,8 @@ def test_a_step_that_reads_far_back_reads_the_same_where_those_between_go() -> N
         names = [each.block for each in case.model.steps]
         return names[-1] == "halved" and names[-2 - case.model.steps[-1].reads[0]] == "gain"
 
-    found = minimized(
-        replace(CASE, model=DrawnModel(steps=layers)), Asked("gain", "halved", also=reads_the_gain)
-    )
+    case = replace(CASE, model=DrawnModel(steps=layers))
+    found = minimized(case, Asked("gain", "halved", also=reads_the_gain))
     assert found.case.model.steps == (step("gain"), step("halved"))
 
 
@@ -126,12 +125,12 @@ def test_each_candidate_is_smaller_so_that_a_search_comes_to_an_end() -> None:
     assert list(smaller(DrawnModel(width=4, cap_bytes=2**20))) == []
 
 
-@pytest.mark.parametrize(
-    ("needed", "told"),
-    [(1, "interpreter"), (2, "with 2 steps"), (3, "with 3 steps"), (4, "DOES NOT REPRODUCE")],
-)
+TOLD = {1: "interpreter", 2: "with 2 steps", 3: "with 3 steps", 4: "DOES NOT REPRODUCE"}
+
+
+@pytest.mark.parametrize("needed", TOLD)
 def test_a_script_runs_the_fewest_steps_that_show_the_failure_and_says_how_many(
-    needed: int, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    needed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = FoundCase(DrawnModel((step("linear"),)), "whole", Setting(steps=1), FAILURE, Outcome.BACKEND)
 
@@ -145,4 +144,4 @@ def test_a_script_runs_the_fewest_steps_that_show_the_failure_and_says_how_many(
     assert (reproduces, ran.setting.steps) == (needed <= 3, needed if needed <= 3 else 1)
     assert script.read_text() == script_of(ran, "x.py")
     *_, last = minimized_lines(Minimized(case, case, 1, ended=True), "x.py", ran, reproduces)
-    assert told in last
+    assert TOLD[needed] in last

@@ -37,10 +37,8 @@ def test_a_change_says_from_what_to_what(now: Figures, said: list[tuple[str, str
 
 def test_what_failed_is_not_for_a_baseline() -> None:
     assert failures(CASE) == []
-    assert failures({"plan": {"failure": "no"}, "m": {"verdict": "wrong: L0"}}) == [
-        "plan: failure: no",
-        "m: verdict: wrong: L0",
-    ]
+    told = failures({"plan": {"failure": "no"}, "m": {"verdict": "wrong: L0"}})
+    assert told == ["plan: failure: no", "m: verdict: wrong: L0"]
     assert len(failures({"m": {**MODE, "overlap, as a share of eager DDP's": "KeyError: a"}})) == 1
 
 

@@ -5,13 +5,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt.gate.overlap import (
-    WARMUP_ITERATIONS,
-    BucketLaunch,
-    FlopCount,
-    measure,
-    overlap_potential,
-)
+from ddpopt.gate.overlap import WARMUP_ITERATIONS, BucketLaunch, FlopCount, measure, overlap_potential
 
 CAP_OF_ONE_LAYER_MB = 64 * 64 * 4 / 2**20
 

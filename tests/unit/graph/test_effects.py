@@ -43,6 +43,7 @@ def filled(args: Any, kwargs: Any, inputs: list[fx.Node]) -> tuple[Any, Any]:
 
 
 A, B, C = At(0), At(1), At(2)
+aten, higher = torch.ops.aten, torch.ops.higher_order
 
 MUTATING: dict[str, tuple[Write, str]] = {
     "method with underscore": (method("add_", A, B), "x0"),
@@ -60,12 +61,8 @@ MUTATING: dict[str, tuple[Write, str]] = {
     "init.normal_": (function(torch.nn.init.normal_, A), "x0"),
     "batch_norm": (function(F.batch_norm, A, B, C, training=True), "x1 x2"),
     "instance_norm": (function(F.instance_norm, A, B, C), "x1 x2"),
-    "aten batch_norm": (
-        function(torch.ops.aten.batch_norm, A, None, None, B, C, True, 0.1, 1e-5, True), "x1 x2"
-    ),
-    "aten cudnn_batch_norm": (
-        function(torch.ops.aten.cudnn_batch_norm.default, A, A, None, B, C, True, 0.1, 1e-5), "x1 x2"
-    ),
+    "aten batch_norm": (function(aten.batch_norm, A, None, None, B, C, True, 0.1, 1e-5, True), "x1 x2"),
+    "cudnn": (function(aten.cudnn_batch_norm.default, A, A, None, B, C, True, 0.1, 1e-5), "x1 x2"),
     "synchronized statistics": (
         function(torch.batch_norm_gather_stats_with_counts, A, A, A, B, C, 0.1, 1e-5, A), "x1 x2"
     ),
@@ -81,9 +78,7 @@ MUTATING: dict[str, tuple[Write, str]] = {
     "a function that Dynamo makes": (function(dynamo.same, A, B), "x0 x1"),
     "a method of another class": (method("step", A, B), "x0 x1"),
     "an operator without a body": (function(torch.ops.higher_order.out_dtype, A, B), "x0 x1"),
-    "a kernel": (
-        function(torch.ops.higher_order.triton_kernel_wrapper_mutation, kwargs={"a": A, "b": B}), "x0 x1"
-    ),
+    "a kernel": (function(higher.triton_kernel_wrapper_mutation, kwargs={"a": A, "b": B}), "x0 x1"),
 }  # fmt: skip
 
 PURE: dict[str, Write] = {

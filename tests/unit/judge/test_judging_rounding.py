@@ -9,14 +9,7 @@ from torch import Tensor
 from ddpopt.cases import corpus
 from ddpopt.judge.compare import Sum, ulps
 from ddpopt.judge.judging.record import Record, RecordedStep
-from ddpopt.judge.judging.rounding import (
-    SAMPLES,
-    learned,
-    neighbor,
-    perturbed,
-    perturbed_state,
-    widened,
-)
+from ddpopt.judge.judging.rounding import SAMPLES, learned, neighbor, perturbed, perturbed_state, widened
 from ddpopt.judge.matrix import CASES
 from ddpopt.judge.option_cases import in_dtype
 

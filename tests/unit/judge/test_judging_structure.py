@@ -92,9 +92,7 @@ def with_collectives(order: list[int | None]) -> Change:
 
 
 def with_second_peer(**changes: Any) -> Change:
-    return lambda evidence: replace(
-        evidence, peers=[evidence.peers[0], replace(evidence.peers[1], **changes)]
-    )
+    return lambda e: replace(e, peers=[e.peers[0], replace(e.peers[1], **changes)])
 
 
 def other_states(peer: Peer) -> tuple[dict[str, bytes], ...]:

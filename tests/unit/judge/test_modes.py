@@ -1,7 +1,7 @@
 """ddpopt.judge.modes: an engine is found by its name, wherever it comes from, or refused with what to do."""
 
 from importlib.metadata import EntryPoint
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -9,6 +9,7 @@ from ddpopt.errors import UsageError
 from ddpopt.judge import modes
 from ddpopt.judge.runner import verify
 from ddpopt.testing import Engine
+from tests.refusals import refusal
 
 HERE = "tests.selftest.engines"
 
@@ -34,9 +35,7 @@ def test_an_engine_is_given_itself_by_a_module_or_by_a_package(monkeypatch: pyte
     ],
 )
 def test_what_is_no_engine_is_refused(given: Any, message: str) -> None:
-    with pytest.raises(UsageError) as raised:
-        modes.mode(given)
-    assert message in str(raised.value)
+    assert message in refusal(lambda: modes.mode(given))
 
 
 def test_an_installed_package_that_is_broken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,16 +47,11 @@ def test_an_installed_package_that_is_broken_is_named(monkeypatch: pytest.Monkey
     modes._registered.cache_clear()
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"engine": [Engine(), Engine()]}, "expected a name of its own for each, got 'engine' twice"),
-        ({"mesh": "2x2"}, r"mesh: expected \(copies, parts\), such as \(2, 2\), got '2x2'"),
-    ],
-)
-def test_what_cannot_be_judged_is_refused_before_ranks_start(given: Any, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        verify("tied", **given)
+def test_what_cannot_be_judged_is_refused_before_ranks_start() -> None:
+    twice = refusal(lambda: verify("tied", engine=[Engine(), Engine()]))
+    assert "expected a name of its own for each, got 'engine' twice" in twice
+    words = "mesh: expected (copies, parts), such as (2, 2), got '2x2'"
+    assert words in refusal(lambda: verify("tied", mesh=cast(Any, "2x2")))
 
 
 def test_a_part_that_engines_do_not_have_is_refused() -> None:

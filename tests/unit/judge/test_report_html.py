@@ -93,8 +93,7 @@ def test_every_trial_has_a_row_and_a_cell_that_leads_to_it() -> None:
     made = matrix(options=4)
     page = page_of(html_page(made))
     by_case = sorted(range(len(made.trials)), key=lambda index: CASES.index(made.trials[index].case))
-    assert [cell.get("data-trial") for cell in page.iter("td") if "data-trial" in cell.attrib] == [
-        *map(str, by_case)
-    ]
+    cells = [cell.get("data-trial") for cell in page.iter("td") if "data-trial" in cell.attrib]
+    assert cells == [*map(str, by_case)]
     rows = [row.get("id") for row in page.iter("tr") if "id" in row.attrib]
     assert rows == [f"t{index}" for index in range(len(made.trials))]

@@ -21,7 +21,5 @@ def test_wrong_trials_are_alike_if_the_same_claims_do_not_hold() -> None:
     less = replace(wrong_trial(option="less"), findings=wrong_trial().findings[:1])
     turned = replace(other, option="turned", findings=other.findings[::-1])
     reasons = overview(verdict(one, less, other, turned)).reasons
-    assert [[trial.option for trial in reason.trials] for reason in reasons] == [
-        ["one", "other", "turned"],
-        ["less"],
-    ]
+    alike = [[trial.option for trial in reason.trials] for reason in reasons]
+    assert alike == [["one", "other", "turned"], ["less"]]

@@ -24,11 +24,8 @@ class Result:
 
 def test_tensors_are_found_in_containers_and_in_objects() -> None:
     value = {"a": [torch.ones(1)], "b": Result(torch.zeros(2), 3)}
-    assert [name for name, _ in leaves(value, "output")] == [
-        "output['a'][0]",
-        "output['b'].first",
-        "output['b'].count",
-    ]
+    names = [name for name, _ in leaves(value, "output")]
+    assert names == ["output['a'][0]", "output['b'].first", "output['b'].count"]
 
 
 def test_what_overlaps_shares_memory_and_neighbors_and_empty_tensors_do_not() -> None:

@@ -43,7 +43,7 @@ def with_marker_alone() -> nn.Module:
     return model
 
 
-def with_tied_weight_ignored(*names: str) -> nn.Module:
+def with_tied_ignored(*names: str) -> nn.Module:
     model: Any = linears()
     model[4].weight = model[0].weight
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)  # type: ignore[no-untyped-call]
@@ -63,6 +63,7 @@ def assert_limits(ddp: Any) -> BucketConfig:
     return assert_buckets_as_predicted(ddp, train)
 
 
+SMALL = {"bucket_cap_mb": 0.3}
 # What models hold is drawn in tests/property/test_reducer.py; here is what DDP may be told of them.
 ROWS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "cap list beside a cap": (linears, {"bucket_cap_mb": 9, "bucket_cap_mb_list": [1, 3, 0.5]}),
@@ -72,15 +73,9 @@ ROWS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
         ROOT_PARAMETERS.program.model,
         {"bucket_cap_mb": 0.1, "static_graph": True, "find_unused_parameters": True},
     ),
-    "marker of ignored parameters alone": (with_marker_alone, {"bucket_cap_mb": 0.3}),
-    "tied weight ignored under its other name": (
-        lambda: with_tied_weight_ignored("0.weight"),
-        {"bucket_cap_mb": 0.3},
-    ),
-    "tied weight ignored under both names": (
-        lambda: with_tied_weight_ignored("0.weight", "4.weight"),
-        {"bucket_cap_mb": 0.3},
-    ),
+    "marker of ignored parameters alone": (with_marker_alone, SMALL),
+    "tied weight ignored under its other name": (lambda: with_tied_ignored("0.weight"), SMALL),
+    "tied weight ignored under both names": (lambda: with_tied_ignored("0.weight", "4.weight"), SMALL),
 }
 
 

@@ -127,9 +127,7 @@ def hooks_forbidden_twice(x: Tensor, _: Tensor, __: Tensor) -> Tensor:
         (hooks_forbidden_twice, "_saved_tensors_hooks_disable", "_saved_tensors_hooks_enable", HOOKS),
     ],
 )
-def test_nested_spans_of_one_state_are_kept_together_as_one(
-    program: Program, first: str, last: str, why: str
-) -> None:
+def test_nested_spans_of_one_state_stay_together(program: Program, first: str, last: str, why: str) -> None:
     graph = graph_of(program)
     names = [node.name for node in body_nodes(graph)]
     kept = names[names.index(first) + 1 : names.index(last) + 1]
@@ -223,9 +221,7 @@ def parameter_written(x: Tensor, _: Tensor, weight: Tensor) -> Tensor:
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_no_cut_parts_a_write_from_what_was_made_or_read_before(
-    program: Program, kept: dict[str, str]
-) -> None:
+def test_no_cut_parts_a_write_from_what_was_before(program: Program, kept: dict[str, str]) -> None:
     assert blocked(graph_of(program)) == kept
 
 
@@ -266,11 +262,9 @@ def test_regions_that_write_to_one_tensor_stay_together_because_each_saves_it_to
     for number in range(2):
         between = builder.method("sin", value)
         body = builder.subgraph(f"body_{number}", {"x": between, "buffer": buffer}, write)
-        computed = builder.call_like(
-            lambda _, x, b: (x * b,), tag_activation_checkpoint, body, between, buffer
-        )
-        value = builder.call(operator.getitem, computed, 0)
-        calls.append((computed, between))
+        made = builder.call_like(lambda _, x, b: (x * b,), tag_activation_checkpoint, body, between, buffer)
+        value = builder.call(operator.getitem, made, 0)
+        calls.append((made, between))
     (first, _), (second, between) = calls
     found = finished(builder, value)
     why = WRITES.format(second.name)

@@ -72,9 +72,10 @@ def by_a_weight_of_its_share(region: Region, x: Tensor) -> Tensor:
     return x
 
 
-@pytest.mark.parametrize(
-    ("body", "pieces"), [(plain, 4), (under_autocast, 3), (partly_without_grad, 3), (in_place, 3)]
-)
+PIECES: dict[Body, int] = {plain: 4, under_autocast: 3, partly_without_grad: 3, in_place: 3}
+
+
+@pytest.mark.parametrize(("body", "pieces"), PIECES.items())
 def test_a_region_is_divided_between_spans_and_writes_where_buckets_end(body: Body, pieces: int) -> None:
     assert len(pieces_of(Region(body), layers=1)[1]) == pieces
 

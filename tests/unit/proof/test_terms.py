@@ -21,6 +21,9 @@ EXAMPLES = {
 }
 
 
+FIRST = Item(Made("nested"), 0)
+
+
 def example(term: Term) -> object:
     return EXAMPLES.get(term, MISSING) if isinstance(term, (Made, Item)) else MISSING
 
@@ -55,13 +58,7 @@ def test_literals_of_another_value_or_type_differ(expected: Any, found: Any) -> 
         (Made("pair"), (Item(Made("pair"), 0), Item(Made("pair"), 1))),
         (Made("pair"), (Item(Made("pair"), 0), 4)),
         (Made("max"), (Item(Made("max"), 0), Item(Made("max"), 1))),
-        (
-            Made("nested"),
-            (
-                (Item(Item(Made("nested"), 0), 0), Item(Item(Made("nested"), 0), 1)),
-                [Item(Item(Made("nested"), 1), 0)],
-            ),
-        ),
+        (Made("nested"), ((Item(FIRST, 0), Item(FIRST, 1)), [Item(Item(Made("nested"), 1), 0)])),
         (Made("three"), 3),
         (Held("a", TENSOR, None), Held("b", TENSOR, None)),
     ],

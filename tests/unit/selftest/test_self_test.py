@@ -26,16 +26,14 @@ ON_THE_SECOND = (False, True)
 
 def judged(*levels: str, applied: tuple[str, ...] = ("L0", "L3")) -> Trial:
     findings = tuple(Finding(level, "claim", f"{level} says so") for level in levels)
-    return replace(
-        ok_trial(), status=Status.WRONG if levels else Status.OK, findings=findings, levels=applied
-    )
+    status = Status.WRONG if levels else Status.OK
+    return replace(ok_trial(), status=status, findings=findings, levels=applied)
 
 
 def failed(error: Exception) -> tuple[Trial, list[Failure]]:
     failure = failure_of(0, error)
-    return replace(judged("run"), findings=(Finding("run", "the step runs", failure.text),), levels=()), [
-        failure
-    ]
+    finding = Finding("run", "the step runs", failure.text)
+    return replace(judged("run"), findings=(finding,), levels=()), [failure]
 
 
 # ------------------------------------------------------------------------------------ what counts as found
@@ -48,10 +46,7 @@ def seen(*levels: str, applied: tuple[str, ...] = ("L0", "L3")) -> tuple[Trial, 
 REFUSED = CertificateError(("nodes: lost",))
 UNDER_DYNAMO = RuntimeError("backend='ddpopt' raised:\nCertificateError: nodes: lost")
 WAITED = replace(broken_trial(), reason="no rank failed on its own"), failed(RuntimeError("Timed out"))[1]
-NOT_OURS = (
-    replace(impossible_trial(), reason="refused: no such thing"),
-    failed(UsageError("no such thing"))[1],
-)
+NOT_OURS = replace(impossible_trial(), reason="refused: no such"), failed(UsageError("no such"))[1]
 
 
 @pytest.mark.parametrize(
@@ -69,7 +64,7 @@ NOT_OURS = (
         (CUT, failed(UNDER_DYNAMO), EVERYWHERE, "certificate", ""),
         (ZEROED, failed(REFUSED), EVERYWHERE, "", "not found: "),
         (CUT, failed(PlanMismatchError("CertificateError")), EVERYWHERE, "", "not found: "),
-        (ZEROED, NOT_OURS, EVERYWHERE, "", "not found: refused: no such thing"),
+        (ZEROED, NOT_OURS, EVERYWHERE, "", "not found: refused: no such"),
         # what a level says counts where it is for that level to say, and a level that had to find it is named
         (ZEROED, seen("L3", "run"), EVERYWHERE, "", "not found: "),
         (ZEROED, seen("L0", "L3"), EVERYWHERE, "L0", ""),

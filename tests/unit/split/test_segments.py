@@ -26,14 +26,12 @@ def layers(*widths: int) -> SmallGraph:
     return builder.finish(value)
 
 
-def compiled(
-    graph: SmallGraph, compiler: CompilerFn, *, share: bool = True
-) -> tuple[Callable[..., Any], int]:
+def compiled(graph: SmallGraph, compiler: CompilerFn) -> tuple[Callable[..., Any], int]:
     """A graph of `layers`, cut in front of each layer but the first."""
     first_nodes = [node.name for node in body_nodes(graph.gm.graph) if node.target is torch.mm][1:]
     stitched = partition(graph.gm, cut_before(graph.gm, *first_nodes))
     reasons = [None, *(f"reason {index}" for index, _ in enumerate(first_nodes, 1))]
-    return compile_segments(stitched, graph.example_values, compiler, reasons, share=share)
+    return compile_segments(stitched, graph.example_values, compiler, reasons, share=True)
 
 
 # --------------------------------------------------------------------------------------------- counting

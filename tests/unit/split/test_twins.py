@@ -155,9 +155,8 @@ def test_what_cannot_be_compared_is_nobodys_twin_and_fake_tensors_can() -> None:
 def test_symbols_enter_by_their_expression() -> None:
     rows = torch.ones(3, 4)
     graphs = [trace(Same(), rows, other, dynamic=True) for other in (rows, torch.ones(1, 4))]
-    first, other = (
-        signature(g.gm, [n.meta["example_value"] for n in g.gm.graph.find_nodes(op="placeholder")])
-        for g in graphs
-    )
+    inputs = [each.gm.graph.find_nodes(op="placeholder") for each in graphs]
+    values = [[node.meta["example_value"] for node in nodes] for nodes in inputs]
+    first, other = map(signature, (each.gm for each in graphs), values)
     assert first != other
     assert first is not None

@@ -49,9 +49,8 @@ def test_what_was_stored_is_read_back_equal_and_nothing_else_is_read(stored: Sto
         simulate(plan_of([[replace(GRADIENT.spec, nbytes=8)]], ""), PROFILE, LINK)
 
 
-def test_a_tuned_plan_is_used_only_where_it_fits_and_the_error_has_each_difference(
-    tmp_path: Path, one_rank_group: None
-) -> None:
+@pytest.mark.usefixtures("one_rank_group")
+def test_a_tuned_plan_is_used_only_where_it_fits_and_the_error_has_each_difference(tmp_path: Path) -> None:
     ddp, link, file = DistributedDataParallel(nn.Linear(3, 2)), replace(LINK, world_size=1), tmp_path / "a"
     weight, bias = (Gradient(spec, 0.1) for spec in specs_from_ddp(ddp))
 
