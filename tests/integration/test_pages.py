@@ -33,7 +33,7 @@ BY_DAY = ("README.md", "docs/training.md", "docs/engines.md")
 MARKS = {page: () if page in BY_DAY else pytest.mark.nightly for page in BLOCKS if BLOCKS[page]}
 NIGHTLY = (
     "inductor", "per-node 8", "per-node 4", "fuzz", "minimize", "pytest -n", "-m pytest", "judge_it",
-    "backend_page",
+    "backend_page", "ddpopt tune",
 )  # fmt: skip
 """Run with --nightly only. By day tests/unit/cli/test_page.py looks at the options of all commands."""
 OWN = {
