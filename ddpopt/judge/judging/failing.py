@@ -11,10 +11,16 @@ from pathlib import Path
 
 from ddpopt.cases.targets import users_line
 from ddpopt.errors import UnsupportedError
-from ddpopt.ranks.failures import PEER_SIGNS
 
-LOST = (*PEER_SIGNS, "pair closure", "Timed out", "timed out", "Broken pipe")
-"""Messages when a peer is gone, or does not come."""
+LOST = (
+    "Connection closed by peer",
+    "pair closure",
+    "Connection reset by peer",
+    "Timed out",
+    "timed out",
+    "Broken pipe",
+)
+"""Gloo's messages when a peer is gone; not all that its transport says, such as that sizes differ."""
 SHOWN_CHARACTERS = 400
 PASSING_ON = ("torch/_ops.py", "torch/_compile.py", "_dynamo/eval_frame.py")
 """Files whose frames only forward an operator call."""
