@@ -36,7 +36,7 @@ from ddpopt.ddp.reducer import WatchedLogger, install, outside_dynamo
 from ddpopt.errors import NoAnswerError, UnsupportedError
 from ddpopt.graph.artifacts import show
 from ddpopt.planning.plan import Plan
-from ddpopt.planning.reduced import as_built, held_parameters, running_reducer
+from ddpopt.planning.reduced import as_built, running_reducer
 
 log = logging.getLogger(__name__)
 
@@ -152,9 +152,12 @@ class Deferral:
         if accumulates(ddp):
             raise UnsupportedError(f"the buckets cannot change now: {ACCUMULATES}")
         with as_built(ddp):
-            for parameter in held_parameters(ddp):
-                note = functools.partial(_note, self._used, weakref.ref(parameter))
-                self._noting.append(get_gradient_edge(parameter).node.register_hook(note))
+            # the module's own: a planned reducer also holds those that were replaced since
+            parameters, _ = ddp._build_params_for_reducer()
+            nodes = [get_gradient_edge(parameter).node for parameter in parameters]
+        for node, parameter in zip(nodes, parameters, strict=True):
+            note = functools.partial(_note, self._used, weakref.ref(parameter))
+            self._noting.append(node.register_hook(note))
 
     def arm(self) -> None:
         """Install the reducer's placeholder when a forward begins."""

@@ -11,10 +11,9 @@ from pathlib import Path
 
 from ddpopt.cases.targets import users_line
 from ddpopt.errors import UnsupportedError
-from ddpopt.ranks.failures import PEER_SIGNS
 
-LOST = (*PEER_SIGNS, "pair closure", "Timed out", "timed out", "Broken pipe")
-"""Messages when a peer is gone, or does not come."""
+LOST = ("connection closed by peer", "connection reset by peer", "pair closure", "timed out", "broken pipe")
+"""Gloo's messages when a peer is gone; not all that its transport says, such as that sizes differ."""
 SHOWN_CHARACTERS = 400
 PASSING_ON = ("torch/_ops.py", "torch/_compile.py", "_dynamo/eval_frame.py")
 """Files whose frames only forward an operator call."""
@@ -48,7 +47,7 @@ def failure_of(rank: int, error: BaseException) -> Failure:
     Returns:
         The description, which can be sent to other ranks.
     """
-    lost = any(word in str(error) for word in LOST)
+    lost = any(words in str(error).lower() for words in LOST)
     return Failure(rank, in_words(error), isinstance(error, UnsupportedError), lost)
 
 

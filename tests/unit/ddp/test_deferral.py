@@ -72,6 +72,20 @@ def test_when_the_plan_does_not_fit_the_forward_raises_and_the_module_has_its_ow
     step(ddp)
 
 
+def test_a_parameter_that_was_replaced_and_frozen_after_a_plan_was_imposed_is_named() -> None:
+    ddp = towers(find_unused_parameters=True)
+    plan = arbitrary_plan(ddp, 1)
+    impose(ddp, plan)
+    step(ddp)
+    layer = next(module for module in ddp.module.modules() if isinstance(module, torch.nn.Linear))
+    layer.weight.requires_grad_(False)
+    layer.weight = torch.nn.Parameter(layer.weight.detach().clone())
+    defer(ddp, lambda: plan)
+    with pytest.raises(PlanMismatchError):
+        forward(ddp)
+    assert not is_pending(ddp)
+
+
 @gc_paused()
 def test_a_waiting_module_is_freed_without_the_garbage_collector() -> None:
     ddp = towers()

@@ -57,6 +57,13 @@ def test_ranks_waited_where_all_did_nothing_else(failures: list[Failure], size: 
     assert bool(stalled(failures, size, 9)) is waited
 
 
+def test_data_of_another_size_is_the_modes_own_failure() -> None:
+    said = "[enforce fail at gloo/transport/tcp/pair.cc:456] op.preamble.length <= op.nbytes. 40 vs 20. "
+    assert not failure_of(0, RuntimeError(f"{said}Received data size doesn't match expected size.")).lost
+    assert TIMED_OUT.lost
+    assert LEFT.lost
+
+
 def test_only_what_ddpopt_says_it_does_not_do_is_a_refusal() -> None:
     assert failure_of(0, UnsupportedError("no")).refused
     assert not failure_of(0, UsageError("no tensor in the output")).refused
