@@ -61,7 +61,8 @@ def scaled(trainer: Trainer) -> None:
     """Scale the loss, as for half precision; in the second step it overflows on the first rank."""
     overflows = trainer.step == 1 and trainer.place.rank == 0
     loss = trainer.updates.scaler.scale(trainer.loss())
-    trainer.backward(loss * torch.inf if overflows else loss)
+    # the same operations in each case, as compiled autograd compiles them
+    trainer.backward(loss * torch.full_like(loss, torch.inf if overflows else 1.0))
 
 
 def both_models(trainer: Trainer) -> None:
