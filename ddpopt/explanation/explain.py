@@ -42,9 +42,10 @@ def explain(model: nn.Module, *inputs: Any, strategy: Strategy = "auto", **kwarg
     """
     captured = capture(model, *inputs, strategy=strategy, **kwargs)
     forward_kwargs = {key: value for key, value in kwargs.items() if key not in DDP_ARGUMENTS}
-    inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    is_ddp = isinstance(model, nn.parallel.DistributedDataParallel)
+    inner: Any = model.module if is_ddp else model
     explained = _explain(captured, RehearsedStep(inner, inputs, forward_kwargs, sum_of_squares))
-    trained = running_plan(model)
+    trained = running_plan(model) if is_ddp else None
     return replace(explained, plan=trained, inline=True) if trained else explained
 
 

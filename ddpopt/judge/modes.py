@@ -206,8 +206,7 @@ def _loaded(point: EntryPoint) -> Any:
 
 def mode_of(strategy: str) -> str:
     """Name the mode that runs a strategy: ``inline`` and ``auto`` differ only in what is logged."""
-    strategies = ("split", "inline", "auto", "step")
-    modes = {each: f"ddpopt-{'inline' if each == 'auto' else each}" for each in strategies}
+    modes = {each: f"ddpopt-{each}" for each in ("split", "inline", "step")} | {"auto": "ddpopt-inline"}
     return named(strategy, modes, "strategy")
 
 

@@ -58,11 +58,9 @@ def autocast(trainer: Trainer) -> None:
 
 
 def scaled(trainer: Trainer) -> None:
-    """Scale the loss, as for half precision; in the second step it overflows on the first rank."""
-    overflows = trainer.step == 1 and trainer.place.rank == 0
+    """Scale the loss, as for half precision."""
     loss = trainer.updates.scaler.scale(trainer.loss())
-    # the same operations in each case, as compiled autograd compiles them
-    trainer.backward(loss * torch.full_like(loss, torch.inf if overflows else 1.0))
+    trainer.backward(loss * torch.full_like(loss, trainer.updates.factor))
 
 
 def both_models(trainer: Trainer) -> None:
@@ -90,7 +88,8 @@ def clip(trainer: Trainer) -> None:
 
 
 def rescale(trainer: Trainer) -> None:
-    """Change the scale: to the same one on all ranks, also where each rank trains alone."""
+    """Change the scale on all ranks alike; in the second step the loss of the first rank overflows."""
+    trainer.updates.factor = torch.inf if (trainer.step, trainer.place.rank) == (1, 0) else 1.0
     if trainer.step:
         trainer.updates.scaler.update(SCALE * 2**trainer.step)
 

@@ -50,6 +50,7 @@ class Updates:
     Attributes:
         optimizer: the optimizer, if there is one.
         scaler: the ``GradScaler``, if there is one.
+        factor: of the scaled loss, by which it overflows; a number, so that all steps compute the same.
 
     Raises:
         UnsupportedError: the engine has updates of its own.
@@ -59,6 +60,7 @@ class Updates:
         self._engine = engine
         self.optimizer: Any = None
         self.scaler: Any = None
+        self.factor = 1.0
         self._schedule: Any = None
         if recipe is None:
             return

@@ -34,7 +34,9 @@ def html_page(verdict: Verdict) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {**vars(wording), "id": id, "is_wrong": is_wrong, "mib": mib}
+    words = ("count_of", "level_name", "number", "outcome", "sentence", "worst_first")
+    environment.filters |= {name: getattr(wording, name) for name in words}
+    environment.filters |= {"id": id, "is_wrong": is_wrong, "mib": mib}
     view = overview(verdict)
     return environment.get_template("verdict.html.jinja").render(
         verdict=verdict,
