@@ -13,7 +13,7 @@ from tests.refusals import refusal
     [
         ({"mode": "ddpopt"}, "got 'ddpopt'; did you mean 'ddpopt-step' or 'ddpopt-split' or"),
         ({"strategy": "cut"}, "strategy: expected one of split, inline, step, auto, got 'cut'"),
-        ({"dtype": "int64"}, "dtype: expected a floating-point torch dtype, such as float32 or bfloat16, g"),
+        ({"dtype": "int64"}, "floating-point torch dtype, such as float32 or bfloat16, got 'int64'"),
         ({"nproc": 0}, "nproc: expected a positive number, got 0"),
         ({"trial_limit_s": 0.0}, "trial_limit_s: expected a positive number, got 0.0"),
         ({"target": "nothing"}, "expected the name of a case in the corpus, got 'nothing'"),
