@@ -1,18 +1,18 @@
 """Measuring a link: streams of all-reduces on a process group, and a line through their times.
 
 A stream is what the reducer sends in a backward: all-reduces that are launched one after another without
-waiting, and waited for at the end. Invariant: all ranks get the same link, the slowest rank's.
+waiting, and waited for at the end. Invariant: all ranks get the same link.
 """
 
 from collections.abc import Sequence
-from statistics import median
+from statistics import linear_regression, median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddpopt.tuning.recording import between, now, slowest
+from ddpopt.tuning.recording import between, now
 from ddpopt.tuning.records import LARGEST, Link, conditions
 
 SIZES = (1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22, LARGEST)
@@ -43,20 +43,22 @@ def measure_link(group: Any, device: torch.device) -> Link:
     buffers = [torch.split(memory[: count * size // 4], size // 4) for count, size in streams]
     # round after round, so that a busy moment is in one time of each stream; the first one warms up
     own = [[_stream_s(group, device, each) for each in buffers] for _ in range(REPEATS + 1)]
-    times = zip(streams, slowest(own[1:], group, device), strict=True)
-    rows = [(count, count * size, s) for (count, size), s in times]
-    latency = _slope([(count, s) for count, nbytes, s in rows if nbytes == count * SIZES[0]])
-    per_byte = _slope([(nbytes, s) for _, nbytes, s in rows])  # the large ones decide
-    residual = median(abs(max(count * latency, n * per_byte) / s - 1) for count, n, s in rows)
+    times, nbytes = _typical(own[1:], group, device), [count * size for count, size in streams]
+    latency = linear_regression(COUNTS, times[: len(COUNTS)], proportional=True).slope  # of the smallest
+    per_byte = linear_regression(nbytes, times, proportional=True).slope  # the large ones decide
+    each = zip(streams, nbytes, times, strict=True)
+    residual = median(abs(max(count * latency, n * per_byte) / s - 1) for (count, _), n, s in each)
     processor, busy = _mutual(group, device)
     size, backend = dist.get_world_size(group), str(dist.get_backend(group))
     # more is noise: sending takes no more than the whole processor
     return Link(latency, per_byte, min(processor, per_byte), busy, residual, backend, size, conditions())
 
 
-def _slope(points: Sequence[tuple[float, float]]) -> float:
-    """Of the line through the origin with the least squares."""
-    return sum(x * y for x, y in points) / sum(x * x for x, _ in points)
+def _typical(rows: Sequence[Sequence[float]], group: Any, device: torch.device) -> list[float]:
+    """Medians of the columns, on average over the ranks: the largest would be noise of one of them."""
+    medians = torch.tensor(rows, dtype=torch.float64, device=device).quantile(0.5, 0)
+    dist.all_reduce(medians, group=group)
+    return [*map(float, medians / dist.get_world_size(group))]
 
 
 def _stream_s(group: Any, device: torch.device, buffers: Sequence[Tensor]) -> float:
@@ -75,7 +77,8 @@ def _sent(group: Any, buffers: Sequence[Tensor]) -> list[Any]:
 def _mutual(group: Any, device: torch.device) -> tuple[float, float]:
     """What sending and computing cost each other.
 
-    With and without the other in turns; each time the slowest rank counts, because a step waits for it.
+    With and without the other in turns; a delay is a small difference of two times, measured one after the
+    other.
 
     Returns:
         How much longer a computation takes for each byte that is sent next to it, in seconds, and how many
@@ -105,8 +108,7 @@ def _mutual(group: Any, device: torch.device) -> tuple[float, float]:
         dist.barrier(group)
         undelayed_s, _ = computing(parts)
         dist.barrier(group)
-        delayed = computing(parts, _sent(group, buffers))
-        rows.append((undelayed_s, *delayed, _stream_s(group, device, buffers)))
-    undelayed_s, delayed_s, busy_s, idle_s = slowest(rows, group, device)
-    delay_s = max(0.0, delayed_s - undelayed_s)
-    return delay_s / sum(buffer.nbytes for buffer in buffers), max(1.0, busy_s / idle_s)
+        delayed_s, busy_s = computing(parts, _sent(group, buffers))
+        rows.append((delayed_s - undelayed_s, busy_s, _stream_s(group, device, buffers)))
+    delay_s, busy_s, idle_s = _typical(rows, group, device)
+    return max(0.0, delay_s) / sum(buffer.nbytes for buffer in buffers), max(1.0, busy_s / idle_s)

@@ -131,9 +131,8 @@ def page(title: str, timelines: Mapping[str, Timeline], words: str = "") -> str:
 
 def _rendered(template: str, **names: object) -> str:
     loader = PackageLoader("ddpopt", "tuning")
-    environment = Environment(
-        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
+    environment.trim_blocks = environment.lstrip_blocks = True
     return NOT_XML.sub("\ufffd", environment.get_template(template).render(**names))
 
 

@@ -70,6 +70,8 @@ class Watch:
         self.ddp = ddp
         self.device = torch.device(next(iter(specs_by_id(ddp).values())).device)
         self.hold: Any = None
+        # of each profiled step, when the update, forward and each gradient ended after the last reduction:
+        # ranks begin together there, and wait for one another in the next one only
         self._rows: list[list[float]] = []
 
     def steps(self, count: int) -> Course[list[float]]:
@@ -149,18 +151,19 @@ class Watch:
         """
         yield
         for _ in range(steps):
-            begin = now(self.device)
+            sent, begin = self.hold.sent, now(self.device)
             yield
             self.ddp._set_ddp_runtime_logging_sample_rate(1)
             self.ddp.logger.set_runtime_stats_and_log()
             forward_s = float(self.ddp._get_ddp_logging_data()["forward_compute_time"]) / 1e9
-            ready = [between(begin, at) - forward_s for at in self.hold.times]
-            self._rows.append([forward_s, between(self.hold.sent, now(self.device)), *ready])
+            own = [update_s := between(sent, begin), update_s + forward_s]
+            self._rows.append([*own, *(between(sent, at) for at in self.hold.times)])
         group, specs = self.ddp.process_group, {each.name: each for each in specs_by_id(self.ddp).values()}
         order = [specs[bucket.params[0]] for bucket in self.ddp.reducer.plan.buckets]
-        forward_s, update_s, *ready = yield from self.within(lambda: slowest(self._rows, group, self.device))
+        update_s, begin, *ends = yield from self.within(lambda: slowest(self._rows, group, self.device))
+        ready = [end - begin for end in ends]
         gradients = tuple(map(Gradient, order, ready))
-        return Profile(gradients, forward_s, ready[-1], update_s, strategy, group.size(), conditions())
+        return Profile(gradients, begin - update_s, ready[-1], update_s, strategy, group.size(), conditions())
 
 
 def slowest(rows: Sequence[Sequence[float]], group: Any, device: torch.device) -> list[float]:
@@ -209,7 +212,7 @@ class Hold:
         self._device = device
         self._kept: list[tuple[Any, Future[Any]]] = []
         self.times: list[Any] = []
-        self.sent: Any = None
+        self.sent: Any = now(device)
         self.last: Callable[[], object] | None = None
 
     def __call__(self, _: object, bucket: Any) -> Future[Any]:
