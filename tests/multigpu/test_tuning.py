@@ -31,7 +31,7 @@ from ddpopt.planning.plan import Plan
 from ddpopt.ranks import pool
 from ddpopt.ranks.failures import RanksFailed
 from ddpopt.ranks.group import Ranks
-from ddpopt.tuning import compiling, recording
+from ddpopt.tuning import comparing, compiling, recording
 from ddpopt.tuning.comparing import WARM_UP, tuned_on
 from ddpopt.tuning.recording import slowest
 from ddpopt.tuning.records import Gradient, Link, Profile
@@ -258,6 +258,23 @@ def test_what_is_found_is_a_table_and_a_file_to_use_again(ranks: Ranks, strategy
     assert [len(row.plan.buckets) for row in tuned.rows][:2] == [1, 6]
     assert ranks.gather(text) == [text] * ranks.size
     assert tuned.rows[-1].plan == tune(tuned.profile, tuned.link)
+
+
+def test_ranks_that_are_slow_in_different_parts_wait_for_each_other_once(ranks: Ranks) -> None:
+    def slow(_: nn.Module, __: Any, output: Tensor) -> None:
+        """In backward on rank 1, in forward on all others."""
+        if ranks.rank == 1:
+            output.register_hook(lambda _: time.sleep(0.1))  # type: ignore[no-untyped-call]  # of torch
+        else:
+            time.sleep(0.1)
+
+    layers = case().model()
+    layers.register_forward_hook(slow)
+    trainee = comparing._Trainee(ranks, replace(case(), model=lambda: layers), "eager", None)
+    trainee.step()
+    trainee.use(ranks.gather(trainee.watch.one_each())[0], holds=True)
+    profile = trainee.run(trainee.watch.profiled(3, "eager"))
+    assert 0.1 <= profile.alone_s < 0.2
 
 
 def dies_while_profiled(ranks: Ranks, folder: Path) -> None:
