@@ -33,7 +33,7 @@ from ddpopt.tuning.tune import plan_of, tune
 STRATEGIES = {"ddpopt-inline": "inline", "ddpopt-split": "split", "eager": "eager"}
 """By mode."""
 CAPS = ("bucket_cap_mb", "bucket_cap_mb_list")
-WARM_UP, PROFILED, TURNS, A_TURN = 3, 8, 8, 5
+WARM_UP, PROFILED, TURNS, A_TURN = 3, 20, 8, 5
 """Steps of a plan that are not measured, profiled steps, turns of each plan, and measured steps in a turn."""
 
 
