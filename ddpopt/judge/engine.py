@@ -140,7 +140,10 @@ class Engine:
         torch.autograd.backward(loss)
 
     def optimizer(self, kind: type[Optimizer], **settings: Any) -> Any:
-        """Make an optimizer of the parameters, for options that train with more than plain SGD.
+        """Make an optimizer of the parameters, once after `prepare`.
+
+        An engine that has this and no `step` of its own always trains with it; others only under options that
+        train with more than plain SGD.
 
         Args:
             kind: the class of the optimizer.
@@ -247,18 +250,6 @@ class Engine:
             if TRACED_FOR_GOOD in trace_rules.LEGACY_MOD_INLINELIST:
                 trace_rules.LEGACY_MOD_INLINELIST.remove(TRACED_FOR_GOOD)
                 trace_rules.get_legacy_mod_inlinelist.cache_clear()
-
-
-class WithOptimizer(Engine):
-    """An engine whose parameters only its own kind of optimizer may update."""
-
-    sgd: Any = None
-
-    def step(self, learning_rate: float) -> None:
-        """Update the parameters by such an optimizer."""
-        if self.sgd is None:
-            self.sgd = self.optimizer(torch.optim.SGD, lr=learning_rate)
-        self.sgd.step()
 
 
 def updated(parameter: Tensor, gradient: Tensor | None, learning_rate: float) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddpopt.errors import UnsupportedError
-from ddpopt.judge.engine import WithOptimizer, compiled
+from ddpopt.judge.engine import Engine, compiled
 from ddpopt.judge.sharded import required
 
 
@@ -25,7 +25,7 @@ def _require_default(name: str, group: dist.ProcessGroup) -> None:
         )
 
 
-class Accelerated(WithOptimizer):
+class Accelerated(Engine):
     """Accelerate: ``Accelerator.prepare``, its backward, clipping and optimizer."""
 
     compiles = True
@@ -58,7 +58,7 @@ class Accelerated(WithOptimizer):
         return self.accelerator.no_sync(self.prepared_model)  # type: ignore[no-any-return]
 
 
-class Fabricated(WithOptimizer):
+class Fabricated(Engine):
     """Lightning Fabric with its DDP strategy: its backward, clipping and optimizer."""
 
     compiles, gives = True, "arguments"

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from ddpopt.cases.targets import called, imported
 from ddpopt.errors import UsageError, did_you_mean
-from ddpopt.judge.engine import Engine, WithOptimizer, compiled
+from ddpopt.judge.engine import Engine, compiled
 from ddpopt.judge.frameworks import Accelerated, Fabricated
 from ddpopt.judge.sharded import FullyShard, FullyShardedDataParallel1, Replicate, ReplicateByFsdp
 from ddpopt.planning.strategy import Strategy
@@ -95,7 +95,7 @@ class Ours(CompiledDdp):
         return made
 
 
-class Zero(WithOptimizer, CompiledDdp):
+class Zero(CompiledDdp):
     """DDP with ``ZeroRedundancyOptimizer``, whose ranks update parts and broadcast them."""
 
     observable = False

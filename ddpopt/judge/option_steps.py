@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.join import Join, Joinable
 
 from ddpopt.judge.option_cases import set_extra
 from ddpopt.judge.trainer import Place, Trainer
@@ -187,7 +188,8 @@ def module_hooks(trainer: Trainer) -> None:
 
 def joining(trainer: Trainer) -> AbstractContextManager[Any]:
     """Let ranks that are done join the others' collectives."""
-    return contextlib.nullcontext() if trainer.ddp is None else trainer.ddp.join()
+    own = [each for each in (trainer.ddp, trainer.updates.optimizer) if isinstance(each, Joinable)]
+    return Join(own) if own else contextlib.nullcontext()
 
 
 def saving_otherwise(_: Trainer) -> AbstractContextManager[Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from ddpopt.errors import UnsupportedError
 from ddpopt.judge.compare import dense
@@ -44,7 +44,7 @@ class Updates:
     """The updates of one run.
 
     Args:
-        recipe: how to update; None for plain SGD without an optimizer.
+        recipe: how to update; None for plain SGD, without an optimizer if the engine has none of its own.
         engine: the engine, with its model.
 
     Attributes:
@@ -62,10 +62,12 @@ class Updates:
         self.scaler: Any = None
         self.factor = 1.0
         self._schedule: Any = None
-        if recipe is None:
+        has_optimizer, has_step = engine.replaces("optimizer"), engine.replaces("step")
+        if recipe is None and (has_step or not has_optimizer):
             return
-        if engine.replaces("step") and not engine.replaces("optimizer"):
+        if has_step and not has_optimizer:
             raise UnsupportedError(f"{engine.name} has a step() of its own, but no optimizer()")
+        recipe = recipe or Recipe(SGD, {"lr": LEARNING_RATE})
         self.optimizer = engine.optimizer(recipe.kind, **recipe.settings)
         if recipe.schedule is not None:
             if not isinstance(self.optimizer, Optimizer):

@@ -61,7 +61,7 @@ def test_every_mode_is_right_about_a_plain_model_and_leaves_torch_as_it_was(mode
     assert state_of_torch() == before
 
 
-def judged(engine: Engine, option: str = "default", case: str = "plain") -> Trial:
+def judged(engine: Engine | str, option: str = "default", case: str = "plain") -> Trial:
     (found,) = [each for each in CASES if each.name == case]
     with joined() as ranks:
         (trial,) = run_trials(ranks, [Request(found, option, (engine,))], Settings("eager"), ())
@@ -107,10 +107,11 @@ class Misnaming(Averaging):
         (Overwriting(), "accumulation", "plain", "the gradient of layers."),
         (CountingTwice(), "default", "normed", "holds different integers than in eager DDP"),
         (Misnaming(), "default", "plain", "the gradient of module.layers.0.bias is"),
+        ("zero", "join", "plain", "parameter layers."),  # a joined rank updates with a gradient of its own
         (Averaging(sends=lambda: 4), "default", "plain", "expected a dict or None from sends(), got 4"),
     ],
 )
-def test_a_wrong_engine_is_found(engine: Engine, option: str, case: str, said: str) -> None:
+def test_a_wrong_engine_is_found(engine: Engine | str, option: str, case: str, said: str) -> None:
     trial = judged(engine, option, case)
     assert any(said in finding.message for finding in trial.findings), (trial.reason, trial.findings)
 
