@@ -76,10 +76,13 @@ def agree(
 
 def group_name(group: dist.ProcessGroup) -> str:
     """The name of a process group, and its members' ranks among all; empty for the default group."""
-    if group is dist.group.WORLD:
+    if group is dist.group.WORLD or group.group_desc == "default_pg":  # the latter once it is destroyed
         return ""
     name = group.group_name if group.group_desc == "undefined" else group.group_desc
-    return f"{name} (ranks {', '.join(map(str, dist.get_process_group_ranks(group)))})"
+    try:
+        return f"{name} (ranks {', '.join(map(str, dist.get_process_group_ranks(group)))})"
+    except KeyError:
+        return f"{name} (destroyed)"
 
 
 def in_group(what: str, process_group: dist.ProcessGroup) -> str:

@@ -83,8 +83,7 @@ def test_gradients_are_those_of_ddp_while_a_model_is_tuned_and_after_it_went_bac
     slower = name in SLOWER  # than before, beyond noise
     times = iter([(2.0, 0.5), (2.6 if slower else 2.4, 0.5)])
     setting = SETTINGS[name]
-    order = reversed([*specs_by_id(build(setting, ranks)).values()])
-    best = plan_of(([spec] for spec in order), "one each")
+    best = plan_of(([spec] for spec in reversed(specs_by_id(build(setting, ranks)).values())), "one each")
     chosen: dict[str, Any] = {"WORTH": float("-inf"), "_centre": lambda _: next(times)}
     for key, value in {**chosen, "tune": lambda *_: best}.items():
         monkeypatch.setattr(compiling, key, value)
@@ -268,9 +267,8 @@ def test_ranks_that_are_slow_in_different_parts_wait_for_each_other_once(ranks: 
         else:
             time.sleep(0.1)
 
-    layers = case().model()
-    layers.register_forward_hook(slow)
-    trainee = comparing._Trainee(ranks, replace(case(), model=lambda: layers), "eager", None)
+    trainee = comparing._Trainee(ranks, case(), "eager", None)
+    trainee.watch.ddp.module.register_forward_hook(slow)
     trainee.step()
     trainee.use(ranks.gather(trainee.watch.one_each())[0], holds=True)
     profile = trainee.run(trainee.watch.profiled(3, "eager"))

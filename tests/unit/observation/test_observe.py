@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import expecttest
@@ -223,6 +224,18 @@ def test_what_happens_after_the_block_is_not_recorded_and_an_observation_is_used
     assert shown(seen) == before
     with pytest.raises(UsageError, match="already used"), seen:
         pass
+
+
+def test_groups_may_be_destroyed_inside_the_block(tmp_path: Path) -> None:
+    ddps = pair(process_group=dist.new_group([0], group_desc="mine")), pair()
+    with observe(ddps[0]) as first, observe(ddps[1]) as second:
+        for ddp in ddps:
+            train(ddp)
+            impose(ddp, plan_of([specs_from_ddp(ddp)]))
+        dist.destroy_process_group()
+    each = first.buckets, second.buckets, *map(running_buckets, ddps)
+    dist.init_process_group("gloo", init_method=(tmp_path / "again").as_uri(), rank=0, world_size=1)
+    assert [buckets[0].group for buckets in each] == ["mine (ranks 0)", "", "mine (destroyed)", ""]
 
 
 def test_a_recorded_step_has_the_reducers_buckets_in_the_order_of_time() -> None:
