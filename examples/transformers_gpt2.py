@@ -43,7 +43,8 @@ def main(backend: str = "aot_eager") -> bool:
     logging.basicConfig()
     logging.getLogger("ddpopt").setLevel(logging.INFO)
     dist.init_process_group("gloo")
-    atol = 0.0 if backend == "aot_eager" else 5e-3
+    torch._inductor.config.fallback_random = True  # dropout draws eager's numbers
+    atol = 0.0 if backend == "aot_eager" else 2e-4
     pairs = zip(train(None), train(backend), strict=True)
     equal = all(torch.allclose(eager, ours, rtol=0, atol=atol) for eager, ours in pairs)
     if dist.get_rank() == 0:

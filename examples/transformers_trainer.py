@@ -45,7 +45,8 @@ def main(backend: str = "aot_eager") -> bool:
     """Train twice and compare: aot_eager is bitwise equal, inductor up to rounding."""
     logging.basicConfig()
     logging.getLogger("ddpopt").setLevel(logging.INFO)
-    atol = 0.0 if backend == "aot_eager" else 5e-3
+    torch._inductor.config.fallback_random = True  # dropout draws eager's numbers
+    atol = 0.0 if backend == "aot_eager" else 2e-4
     with tempfile.TemporaryDirectory() as folder:
         pairs = zip(train(None, folder), train(backend, folder), strict=True)
         equal = all(torch.allclose(eager, ours, rtol=0, atol=atol) for eager, ours in pairs)
