@@ -77,8 +77,8 @@ def _sent(group: Any, buffers: Sequence[Tensor]) -> list[Any]:
 def _mutual(group: Any, device: torch.device) -> tuple[float, float]:
     """What sending and computing cost each other.
 
-    With and without the other in turns; a delay is a small difference of two times, measured one after the
-    other.
+    With and without the other in turns. The delay is a small difference of long times, so it is taken between
+    neighbors, and then the median of the differences.
 
     Returns:
         How much longer a computation takes for each byte that is sent next to it, in seconds, and how many

@@ -156,8 +156,8 @@ class Watch:
             self.ddp._set_ddp_runtime_logging_sample_rate(1)
             self.ddp.logger.set_runtime_stats_and_log()
             forward_s = float(self.ddp._get_ddp_logging_data()["forward_compute_time"]) / 1e9
-            own = [update_s := between(sent, begin), update_s + forward_s]
-            self._rows.append([*own, *(between(sent, at) for at in self.hold.times)])
+            update_s, *ends = (between(sent, at) for at in (begin, *self.hold.times))
+            self._rows.append([update_s, update_s + forward_s, *ends])
         group, specs = self.ddp.process_group, {each.name: each for each in specs_by_id(self.ddp).values()}
         order = [specs[bucket.params[0]] for bucket in self.ddp.reducer.plan.buckets]
         update_s, begin, *ends = yield from self.within(lambda: slowest(self._rows, group, self.device))
