@@ -82,10 +82,10 @@ class Tuned:
         return json.dumps({**self.rows[-1].plan.document(), **records, "rows": rows}, indent=2)
 
 
-def link_on(ranks: Ranks) -> Link:
-    """Measure the link between ranks, a task for all of them."""
+def link_on(ranks: Ranks, group: Any = None) -> Link:
+    """Measure the link of a group of ranks, or of all, a task for all of them."""
     ranks.emit("measuring all-reduces")
-    return measure_link(dist.group.WORLD, ranks.device)
+    return measure_link(group or dist.group.WORLD, ranks.device)
 
 
 def tuned_on(
@@ -124,8 +124,7 @@ def tuned_on(
 
     profile = profiled(PROFILED)
     order = [gradient.spec for gradient in profile.gradients]
-    ranks.emit("measuring all-reduces")
-    link = link or measure_link(watch.ddp.process_group, ranks.device)
+    link = link or link_on(ranks, watch.ddp.process_group)
     plans = {}
     given = {cap: kwargs[cap] for cap in CAPS if cap in kwargs}
     for limits in ({}, given, *({CAPS[0]: cap} for cap in caps)):

@@ -105,9 +105,8 @@ def simulate(plan: Plan, profile: Profile, link: Link) -> Timeline:
         times = begin + min(start, latest + delay), begin + start, begin + free
         found.append(Sent(bucket.index, bucket.nbytes, *times, bucket.params))
         delay += work
-    reduced = max(computed, free)
-    ends = begin + computed, begin + reduced, begin + reduced + profile.update_s
-    return Timeline(tuple(found), begin, *ends)
+    reduced = begin + max(computed, free)
+    return Timeline(tuple(found), begin, begin + computed, reduced, reduced + profile.update_s)
 
 
 def _delayed(computed: float, start: float, end: float, work: float) -> float:

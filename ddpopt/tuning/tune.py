@@ -5,8 +5,10 @@ free first. The earliest time at which the link is free after a run does not dep
 sent as a bucket for each class (dtype and device; a sparse gradient is a class of its own) in the order of
 their last gradients. So with one class no other buckets end the step earlier.
 
-Then a bucket is merged with the next one of its class if the step ends no later, neither on the measured link
-nor on a somewhat faster or slower one (`LINKS`).
+Of equal divisions it takes that with the smallest buckets. Then a bucket is merged with the next one of its
+class if the step ends no later, neither on the measured link nor on a somewhat faster or slower (`LINKS`),
+even if merged buckets are complete somewhat later than measured (`LATE`): computation is not regular, and a
+large bucket that comes late leaves the link idle for long.
 """
 
 import itertools
@@ -23,6 +25,8 @@ from ddpopt.tuning.records import LARGEST, Gradient, Link, Profile
 
 LINKS = (1.0, 0.8, 1.25)
 """The links on which a merge must not delay the end: how many times as long as measured all-reduces take."""
+LATE = 0.1
+"""How much later a merged bucket may be complete without delaying the end, as a share of backward."""
 ROUNDING = 1e-12
 """The relative difference of two times that are equal."""
 Unit = tuple[Gradient, ...]
@@ -83,8 +87,8 @@ def _best(gradients: Sequence[Gradient], link: Link, most: float) -> list[Unit]:
             back = link.back_s(size, torch.maximum(at, ready_s + delay), last_s + delay)
             back = back.where((size <= most) | (count == 1), math.inf)
             at, sent = back.where(count > 0, at), sent + size
-        free[end], start = at.min(0)
-        came.append(int(start))
+        free[end] = at.min()
+        came.append(int((at <= free[end] * (1 + ROUNDING)).nonzero()[-1]))
     found: list[Unit] = []
     while end:
         run: dict[object, Unit] = {}
@@ -96,7 +100,7 @@ def _best(gradients: Sequence[Gradient], link: Link, most: float) -> list[Unit]:
 
 def _merged(buckets: Sequence[Unit], links: Sequence[Link], last_s: float, most: float) -> list[Unit]:
     """Merge each bucket with the next one of its class while the end is no later on any link."""
-    found = [(_kind(unit[-1]), unit, sum(gradient.spec.nbytes for gradient in unit)) for unit in buckets]
+    found = [(_kind(own[-1]), own, sum(each.spec.nbytes for each in own), own[-1].ready_s) for own in buckets]
 
     def times(free: Times, sent: int, rest: Iterable[Any], old: Iterable[Times], least: int) -> list[Times]:
         """When each link is free after each bucket, if it is free then and so much was sent before.
@@ -104,9 +108,9 @@ def _merged(buckets: Sequence[Unit], links: Sequence[Link], last_s: float, most:
         Up to where that is no later than formerly, but for at least some buckets; empty if it is never so.
         """
         found: list[Times] = []
-        for (_, unit, nbytes), was in zip(rest, old, strict=True):
+        for (_, _, nbytes, ready_s), was in zip(rest, old, strict=True):
             delay = sent * links[0].processor_s_per_byte
-            begin = [max(at, unit[-1].ready_s + delay) for at in free]
+            begin = [max(at, ready_s + delay) for at in free]
             free = [link.back_s(nbytes, at, last_s + delay) for link, at in zip(links, begin, strict=True)]
             found.append(free)
             sent += nbytes
@@ -118,15 +122,16 @@ def _merged(buckets: Sequence[Unit], links: Sequence[Link], last_s: float, most:
     sent = place = 0
     after = times(free, sent, found, [[math.inf] * len(links)] * len(found), len(found))
     while place < len(found):
-        kind, unit, nbytes = found[place]
+        kind, unit, nbytes, _ = found[place]
         other = next((n for n in range(place + 1, len(found)) if found[n][0] == kind), place)
         new: list[Times] = []
         if other > place and nbytes + found[other][2] <= most:
-            merged = [*found[place + 1 : other], (kind, unit + found[other][1], nbytes + found[other][2])]
+            _, added, more, ready_s = found[other]
+            merged = [*found[place + 1 : other], (kind, unit + added, nbytes + more, ready_s + LATE * last_s)]
             rest = itertools.chain(merged, itertools.islice(found, other + 1, None))
             new = times(free, sent, rest, after[place + 1 :], len(merged))
         if new:
             found[place : other + 1], after[place : place + len(new) + 1] = merged, new
         else:
             free, sent, place = after[place], sent + nbytes, place + 1
-    return [unit for _, unit, _ in found]
+    return [unit for _, unit, _, _ in found]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ddpopt.planning.bucket_rule import ParamSpec
 from ddpopt.tuning.records import Gradient, Link, Profile
 from ddpopt.tuning.simulate import Timeline, simulate
-from ddpopt.tuning.tune import LINKS, plan_of, tune
+from ddpopt.tuning.tune import LATE, LINKS, plan_of, tune
 
 LINK = Link(1e-3, 1e-4, 0.0, 1.0, 0.0, "gloo", 2, {})
 times = st.integers(0, 40).map(lambda tenths: tenths / 10)
@@ -77,13 +77,20 @@ def fits(bucket: Sequence[Gradient], most: float) -> bool:
     return len(bucket) == 1 or sum(g.spec.nbytes for g in bucket) <= most
 
 
-def merged(buckets: Sequence[Sequence[Gradient]]) -> Iterator[list[Sequence[Gradient]]]:
-    """With one bucket more in the next one of its class."""
+def delayed(drawn: Sequence[Gradient], which: Sequence[Gradient], by_s: float) -> list[Gradient]:
+    """With some of them complete later."""
+    return [replace(each, ready_s=each.ready_s + by_s * (each in which)) for each in drawn]
+
+
+def merged(
+    buckets: Sequence[Sequence[Gradient]],
+) -> Iterator[tuple[list[Sequence[Gradient]], list[Gradient]]]:
+    """With one bucket more in the next one of its class; and that one."""
     for place, bucket in enumerate(buckets):
         for other in range(place + 1, len(buckets)):
             if kind(buckets[other][0]) == kind(bucket[0]):
                 joined = [*bucket, *buckets[other]]
-                yield [*buckets[:place], *buckets[place + 1 : other], joined, *buckets[other + 1 :]]
+                yield [*buckets[:place], *buckets[place + 1 : other], joined, *buckets[other + 1 :]], joined
                 break
 
 
@@ -101,10 +108,22 @@ def test_no_division_of_the_ready_order_ends_earlier_and_no_merge_ends_as_early(
         for share in LINKS
     ]
     ends = [back_s(tuned, drawn, each) for each in shares]
-    for other in merged(tuned):
+    for other, joined in merged(tuned):
         if all(fits(bucket, most) for bucket in other):
-            later = [back_s(other, drawn, each) - end for each, end in zip(shares, ends, strict=True)]
-            assert max(later) > 0
+            late = delayed(drawn, joined, LATE * drawn[-1].ready_s)
+            assert any(back_s(other, late, each) > end for each, end in zip(shares, ends, strict=True))
+
+
+def test_a_bucket_that_is_somewhat_late_leaves_no_gap_on_the_link() -> None:
+    specs = [ParamSpec(f"p{n}", 1 if n else 6, "float32", "cpu") for n in range(20)]
+    drawn, link = (
+        [Gradient(spec, float(n)) for n, spec in enumerate(specs)],
+        replace(LINK, seconds_per_byte=1),
+    )
+    tuned = tuned_of(drawn, link, math.inf)
+    ends = {back_s(tuned, delayed(drawn, late, 1), link) for late in ([], *tuned[1:-1])}
+    assert len(ends) == 1
+    assert len(tuned) < len(drawn)
 
 
 @pytest.mark.parametrize(("sparse", "dtypes", "count"), [(0, 2, 5000), (26, 1, 36), (0, 8, 80)])
