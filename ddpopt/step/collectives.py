@@ -124,11 +124,13 @@ class _Send:
         """Put the collective where the last gradient is ready, and the wait where the first one is read."""
         name, scale, concat = str(group.group_name), 1.0 / group.size(), fusion == "concat"
         sizes = [node.meta["val"].numel() for node in self.nodes]
-        with self.graph.inserting_before(self.nodes[-1].next):
-            parts = [self._flat(node) for node in self.nodes]
-            scaled = [self._add("scaled", aten.mul.Tensor, part, scale) for part in parts]
+        scaled = []
+        for node in self.nodes:
+            with self.graph.inserting_before(node.next):
+                scaled.append(self._add("scaled", aten.mul.Tensor, self._flat(node), scale))
+        with self.graph.inserting_before(scaled[-1].next):
             if concat:
-                flat = scaled[0] if len(parts) == 1 else self._add("flat", aten.cat.default, scaled)
+                flat = scaled[0] if len(scaled) == 1 else self._add("flat", aten.cat.default, scaled)
                 sent = [self._add("all_reduce", functional.all_reduce.default, flat, "sum", name)]
             else:
                 start = self._add("all_reduce", functional.all_reduce_coalesced.default, scaled, "sum", name)

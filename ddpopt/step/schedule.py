@@ -2,7 +2,9 @@
 
 Collectives keep their order, which is the same on all ranks. Only what one of them and earlier ones need
 comes before it, so that it starts early. What remains is sorted by the last collective that it waits for:
-parameters whose gradients have arrived are updated while later buckets are still sent.
+parameters whose gradients have arrived are updated while later buckets are still sent. What waits only for
+the first half of the collectives comes before what the last one needs: the other half keeps the link busy,
+and the memory of the first buckets is free for the last gradients.
 
 Invariant: the program is the same. Operations that draw random numbers, and those that share memory with one
 that writes, keep their order.
@@ -49,27 +51,22 @@ class Schedule(CustomGraphPass):
 
 
 def _by_need(nodes: list[fx.Node], before: Before) -> list[fx.Node]:
-    placed: dict[fx.Node, None] = {}
-    place_of = {node: place for place, node in enumerate(nodes)}
-    for start in nodes:
-        if start.target in STARTS:
-            needed = _needed(start, before, placed)
-            placed.update(dict.fromkeys(sorted(needed, key=place_of.__getitem__)))
-    number = {start: place for place, start in enumerate(node for node in nodes if node.target in STARTS)}
+    starts = [node for node in nodes if node.target in STARTS]
+    number = {each: place for place, start in enumerate(starts) for each in (start, *start.users)}
     ranks: dict[fx.Node, int] = {}
     for node in nodes:
-        own = number.get(_awaited(node), -1) if node.target is WAIT else -1
+        own = number.get(node.all_input_nodes[0], -1) if node.target is WAIT else -1
         ranks[node] = max([own, *(ranks[each] for each in before[node])])
-    rest = [node for node in nodes if node not in placed]
-    return [*placed, *sorted(rest, key=ranks.__getitem__)]
-
-
-def _awaited(wait: fx.Node) -> Any:
-    """What a node waits for."""
-    node: Any = wait.args[0]
-    while node.op == "call_function" and "getitem" in str(node.target):
-        node = node.args[0]
-    return node
+    first = [node for node in nodes if 0 <= ranks[node] < (len(starts) - 1) // 2]
+    place_of, placed = {node: place for place, node in enumerate(nodes)}, dict[fx.Node, None]()
+    for start in starts:
+        needed = _needed(start, before, placed)
+        for node in first if start is starts[-1] else ():
+            early = _needed(node, before, placed)
+            if needed.keys().isdisjoint(early):
+                placed.update(dict.fromkeys(sorted(early, key=place_of.__getitem__)))
+        placed.update(dict.fromkeys(sorted(needed, key=place_of.__getitem__)))
+    return [*placed, *sorted((node for node in nodes if node not in placed), key=ranks.__getitem__)]
 
 
 def _needed(start: fx.Node, before: Before, placed: Mapping[fx.Node, None]) -> dict[fx.Node, None]:

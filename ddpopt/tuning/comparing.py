@@ -33,8 +33,8 @@ from ddpopt.tuning.tune import plan_of, tune
 STRATEGIES = {"ddpopt-inline": "inline", "ddpopt-split": "split", "eager": "eager"}
 """By mode."""
 CAPS = ("bucket_cap_mb", "bucket_cap_mb_list")
-WARM_UP, PROFILED, TURNS, A_TURN = 3, 20, 8, 5
-"""Steps of a plan that are not measured, profiled steps, turns of each plan, and measured steps in a turn."""
+WARM_UP, PROFILED, TURNS, A_TURN = 3, 20, 20, 2
+"""Steps until all is compiled, profiled steps, turns of each plan, and measured steps in a turn."""
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ class _Trainee:
         self.watch.install(plan, holds=holds)
         if self._recompiles:
             torch._dynamo.reset()
-        self.run(self.watch.steps(WARM_UP))
+        self.run(self.watch.steps(WARM_UP if self._recompiles else 1))
 
     def step(self) -> None:
         """Train one step."""

@@ -404,8 +404,7 @@ def test_ranks_that_differ_in_a_later_step_all_raise_and_may_go_on(ranks: Ranks)
     assert all(torch.equal(each, gradients[0]) for each in gradients)
 
 
-@pytest.mark.parametrize("kind", [optim.Adam, pytest.param(optim.AdamW, marks=pytest.mark.nightly)])
-def test_adam_is_bitwise_a_compiled_optimizer_after_eager_gradients(ranks: Ranks, kind: Any) -> None:
+def test_adam_is_bitwise_a_compiled_optimizer_after_eager_gradients(ranks: Ranks) -> None:
     def compiled(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
         loss = loss_of(model, x, y)
         loss.backward()
@@ -413,8 +412,8 @@ def test_adam_is_bitwise_a_compiled_optimizer_after_eager_gradients(ranks: Ranks
         optimizer.zero_grad()
         return loss.detach()
 
-    expected = trained(Way(compiled, adam(kind)), ranks, lambda step: step)
-    found = trained(Way(optimizer=adam(kind)), ranks, ddpopt.train_step(backend="aot_eager"))
+    expected = trained(Way(compiled, adam()), ranks, lambda step: step)
+    found = trained(Way(optimizer=adam()), ranks, ddpopt.train_step(backend="aot_eager"))
     mine, its = ([step[:9] for step in run] for run in (found, expected))  # loss and parameters
     assert not differences(ranks, mine, its, 0.0)
 
@@ -443,8 +442,9 @@ def test_each_bucket_leaves_before_the_next_layer_is_computed_in_inductors_code(
     x = torch.ones(8, 64)
     _, codes = run_and_get_code(step, model, sgd()(model), x, x)
     calls = re.findall(r"extern_kernels\.(mm)\(|_c10d_functional\.(all_reduce)_\.|(wait)_tensor\.", codes[-1])
-    order = ["".join(call) for call in calls]
-    assert order == [*(["mm", "all_reduce", "mm"] * 3), "mm", "all_reduce", *(["wait"] * 4)]
+    order = " ".join("".join(call) for call in calls)
+    # the last one has the memory of the first one, which is not needed any more
+    assert order == "mm all_reduce mm " * 2 + "mm all_reduce wait mm mm all_reduce wait wait wait"
 
 
 def twice(model: Any, x: Tensor) -> None:

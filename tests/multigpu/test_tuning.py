@@ -42,8 +42,8 @@ from tests.multigpu.test_impose import raised, watch
 from tests.multigpu.training import SETTINGS, UNUSED, Buckets, Setting, alike, batch, build, loss, train
 from tests.multigpu.turns import in_turn
 
-SKIPPED = {"skip_all_reduce_unused_params": True}
 LINK = Link(1e-4, 1e-9, 0.0, 1.0, 0.0, "gloo", 2, {})
+SKIPPED = {"skip_all_reduce_unused_params": True}
 SLOWER = ("default", "unused somewhere", "one backward")
 TUNED = ("default", "unused somewhere", "accumulation")
 BY_NIGHT = ("one backward", "more forwards somewhere")
@@ -279,7 +279,7 @@ def dies_while_profiled(ranks: Ranks, folder: Path) -> None:
     calls = itertools.count()
 
     def loss(output: Tensor) -> Tensor:
-        if next(calls) == 2 * WARM_UP + 2 and ranks.rank == 1:
+        if next(calls) == WARM_UP + 3 and ranks.rank == 1:
             os._exit(7)
         return output.mean()
 

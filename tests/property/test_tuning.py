@@ -115,11 +115,8 @@ def test_no_division_of_the_ready_order_ends_earlier_and_no_merge_ends_as_early(
 
 
 def test_a_bucket_that_is_somewhat_late_leaves_no_gap_on_the_link() -> None:
-    specs = [ParamSpec(f"p{n}", 1 if n else 6, "float32", "cpu") for n in range(20)]
-    drawn, link = (
-        [Gradient(spec, float(n)) for n, spec in enumerate(specs)],
-        replace(LINK, seconds_per_byte=1),
-    )
+    drawn = [Gradient(ParamSpec(f"p{n}", 1 if n else 6, "float32", "cpu"), float(n)) for n in range(20)]
+    link = replace(LINK, seconds_per_byte=1)
     tuned = tuned_of(drawn, link, math.inf)
     ends = {back_s(tuned, delayed(drawn, late, 1), link) for late in ([], *tuned[1:-1])}
     assert len(ends) == 1

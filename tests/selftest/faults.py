@@ -161,7 +161,7 @@ FAULTS: tuple[Fault, ...] = (
     *_code("a gradient is negated", code.on_gradient(torch.neg)),
     *_code("a gradient is transposed", code.on_gradient(lambda g: g.t().contiguous())),
     *_code("a gradient is that of the last step", code.on_gradient(code.Stale)),
-    *_code("a gradient is another rank's", code.from_first_rank, carriers=sites.later_ranks),
+    *_code("a gradient is another rank's", code.from_first_rank, carriers=lambda size: range(1, size)),
     *_code("a gradient is cast to bfloat16 and back", code.on_gradient(code.halved)),
     *_code("rows of a gradient are rolled", code.on_gradient(lambda g: g.roll(1, 0))),
     *_code("one element of a gradient is zero", code.on_gradient(code.holed)),
@@ -197,7 +197,9 @@ FAULTS: tuple[Fault, ...] = (
     _wire("something else is sent in another group", wires.sending(lambda _: None), ("L3",)),
     _wire("no_sync is ignored", wires.no_sync_ignored, ("L3",), option="accumulation"),
     _wire("buffers are not broadcast", wires.buffers_not_broadcast, ("L0",), case="normed", option="default"),
-    _wire("a rank's parameters drift", wires.drifting_rank, ("L3",), carriers=sites.last_rank),
+    _wire(
+        "a rank's parameters drift", wires.drifting_rank, ("L3",), carriers=lambda size: range(size - 1, size)
+    ),
 )
 PLACEBOS: tuple[Fault, ...] = (
     replace(_plan("the reducer's buckets", plans.bucketing(list)), seen_by=()),

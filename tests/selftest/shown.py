@@ -92,11 +92,6 @@ def in_no_grad(trainer: Trainer) -> bool:
     return in_evaluation(trainer) and not torch.is_inference_mode_enabled()
 
 
-def in_inference(trainer: Trainer) -> bool:
-    """Only under inference mode."""
-    return torch.is_inference_mode_enabled()
-
-
 def on_output(place: int, change: Callable[[Any], Any], when: Tell = always) -> Tamper:
     """Make the model return something else in one place."""
 
@@ -115,30 +110,18 @@ def on_output(place: int, change: Callable[[Any], Any], when: Tell = always) -> 
     return tamper
 
 
-class InOneMemory:
-    """Places every value it receives in the memory of the first."""
+class Kept:
+    """Returns copies of the first value it received, or places every value in the memory of the first."""
 
-    def __init__(self) -> None:
-        self._memory: Tensor | None = None
-
-    def __call__(self, value: Tensor) -> Tensor:
-        """Write to that memory, and return it under another name."""
-        if self._memory is None:
-            self._memory = value.clone()
-        return self._memory.copy_(value).view(value.shape)
-
-
-class First:
-    """Returns the first value it received."""
-
-    def __init__(self) -> None:
-        self._value: Tensor | None = None
+    def __init__(self, *, copies: bool) -> None:
+        self._first: Tensor | None = None
+        self._copies = copies
 
     def __call__(self, value: Tensor) -> Tensor:
-        """Return a copy of the first value."""
-        if self._value is None:
-            self._value = value.clone()
-        return self._value.clone()
+        """Return the first value, or its memory under another name."""
+        if self._first is None:
+            self._first = value.clone()
+        return self._first.clone() if self._copies else self._first.copy_(value).view(value.shape)
 
 
 def given(trainer: Trainer, act: Callable[[Tensor, Tensor], object]) -> None:
@@ -237,7 +220,7 @@ def larger_gradient(tensor: Tensor) -> None:
 
 def gradients_in_one_memory(trainer: Trainer, site: Site) -> None:
     """Keep the gradients of all steps in the same memory."""
-    memory = InOneMemory()
+    memory = Kept(copies=False)
 
     def move(model: Any) -> None:
         model.second.weight.grad = memory(model.second.weight.grad)
@@ -266,11 +249,11 @@ FAULTS: dict[str, tuple[str, Tamper]] = {
     "a number among the outputs": ("L0", on_output(3, scaled)),
     "None for an output": ("L3", on_output(1, lambda _: None)),
     "an output is another one": ("L3", on_output(0, lambda t: t.view(t.shape).detach())),
-    "outputs of all steps in one memory": ("L3", on_output(1, InOneMemory())),
+    "outputs of all steps in one memory": ("L3", on_output(1, Kept(copies=False))),
     "an output that no longer shares an input's memory": ("L3", on_output(4, Tensor.clone)),
     "an output made in inference mode": ("L3", on_output(1, of_inference)),
     "the type of a number among the outputs": ("L3", on_output(3, float)),
-    "inference mode": ("L0", on_output(0, scaled, in_inference)),
+    "inference mode": ("L0", on_output(0, scaled, lambda _: torch.is_inference_mode_enabled())),
     "evaluation": ("L0", on_output(0, scaled, in_evaluation)),
     "a small error in evaluation": ("L0", on_output(0, partial(scaled, by=1 + 1e-6), in_evaluation)),
     # in gradients that are no parameter's of DDP's, or in whose memory they lie
@@ -298,8 +281,8 @@ FAULTS: dict[str, tuple[str, Tamper]] = {
     ),
     "a draw of Python's random numbers": ("L3", during_call(lambda _: random.random())),
     "a draw of NumPy's random numbers": ("L3", during_call(lambda _: np.random.rand())),
-    "evaluations in one memory": ("L3", on_output(1, InOneMemory(), in_evaluation)),
-    "an evaluation with the weights of the first": ("L0", on_output(0, First(), in_evaluation)),
+    "evaluations in one memory": ("L3", on_output(1, Kept(copies=False), in_evaluation)),
+    "an evaluation with the weights of the first": ("L0", on_output(0, Kept(copies=True), in_evaluation)),
     "gradients after an evaluation": (
         "L3",
         during_call(lambda t: setattr(t.parallel.model.one, "grad", torch.zeros(WIDTH)), in_evaluation),

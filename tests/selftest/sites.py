@@ -69,16 +69,6 @@ def second_rank(size: int) -> range:
     return range(1, min(size, 2))
 
 
-def last_rank(size: int) -> range:
-    """Only the last rank."""
-    return range(size - 1, size)
-
-
-def later_ranks(size: int) -> range:
-    """All but the first rank."""
-    return range(1, size)
-
-
 def no_change(site: Site) -> AbstractContextManager[Any]:
     """Replace nothing."""
     return contextlib.nullcontext()

@@ -1,7 +1,7 @@
 """ddpopt.judge.judging.ladder: every number is judged at the level that its rules name."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from types import SimpleNamespace
@@ -261,10 +261,7 @@ def test_the_gradient_that_is_wrong_first_in_backward_is_told_first(alone: Ranks
 
 
 def test_a_backend_that_returns_no_output_is_wrong_and_not_a_refusal(clipped: Reference) -> None:
-    def losing(gm: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
-        return lambda *args: [None for _ in gm.forward(*args)]
-
-    trial = judge(clipped, mode("whole"), losing)
+    trial = judge(clipped, mode("whole"), lambda gm, _: lambda *args: [None for _ in gm.forward(*args)])
     assert (trial.status, [found.level for found in trial.findings]) == (Status.WRONG, ["run"])
     assert "expected a floating-point tensor in the model's output" in trial.findings[0].message
 

@@ -46,13 +46,11 @@ def test_what_a_function_holds_is_found_wherever_it_holds_it() -> None:
     def loss(output: Tensor, by: Tensor = scale) -> Tensor:
         return output * prompt * by
 
-    def of_globals(gradient: Tensor) -> None:
-        KEPT.append(gradient)
-
     KEPT[:] = [torch.zeros(1)]
     append = keeping()
     append(torch.ones(4))
-    for function, held in ((loss, [prompt, scale]), (of_globals, KEPT), (partial(loss, by=prompt), [prompt])):
+    pairs = (loss, [prompt, scale]), (lambda g: KEPT.append(-g), KEPT), (partial(loss, by=prompt), [prompt])
+    for function, held in pairs:
         assert {id(tensor) for tensor in held} <= {id(value) for _, value in held_by(function)}
     assert [value.shape for _, value in held_by(append)] == [(4,)]
 
