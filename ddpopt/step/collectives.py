@@ -70,7 +70,7 @@ def _plan(replica: Replica, ready: Sequence[ParamSpec], nodes: tuple[str, ...]) 
         wanted = [([*bucket.params], bucket.reason) for bucket in given.buckets]
     by_name = dict(zip(names, ready, strict=True))
     found = [([by_name[name] for name in own if name in by_name], reason) for own, reason in wanted]
-    filled = enumerate((members, reason) for members, reason in found if members)
+    filled = enumerate(each for each in found if each[0])
     buckets = tuple(Bucket.of(index, members, 0, reason) for index, (members, reason) in filled)
     segment = Segment(0, 0, nodes, names, tuple(range(len(buckets))))
     known = [name for name, each in replica.ddp.module.named_parameters() if each.requires_grad]

@@ -93,8 +93,7 @@ def require_supported(name: str, ddp: Any) -> None:
             each._backward_hooks or getattr(each, "_post_accumulate_grad_hooks", None) for each in parameters
         ),
     }
-    wrong = [what for what, there in problems.items() if there]
-    if wrong:
+    if wrong := [what for what, there in problems.items() if there]:
         raise UnsupportedError(
             f"train_step: {name} uses {' and '.join(wrong)}, which a step in one graph does not support; "
             f"{INSTEAD}"
@@ -112,8 +111,7 @@ def broadcast_buffers(ddp: Any) -> None:
             flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
             sent = torch.ops._c10d_functional.broadcast(flat, 0, ddp.process_group.group_name)
             received = torch.ops._c10d_functional.wait_tensor(sent)
-            sizes = [buffer.numel() for buffer in buffers]
-            for buffer, piece in zip(buffers, received.split(sizes), strict=True):
+            for buffer, piece in zip(buffers, received.split([b.numel() for b in buffers]), strict=True):
                 buffer.data.copy_(piece.view(buffer.shape))  # unseen by autograd, as in DDP
 
 

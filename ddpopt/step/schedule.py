@@ -2,9 +2,11 @@
 
 Collectives keep their order, which is the same on all ranks. Only what one of them and earlier ones need
 comes before it, so that it starts early. What remains is sorted by the last collective that it waits for:
-parameters whose gradients have arrived are updated while later buckets are still sent. What waits only for
-the first half of the collectives comes before what the last one needs: the other half keeps the link busy,
-and the memory of the first buckets is free for the last gradients.
+parameters whose gradients have arrived are updated while later buckets are still sent.
+
+One thing comes before the last collective without need: updates by the first ones, which send no more than
+half of what is sent before the last one. The other half keeps the link busy meanwhile, and the memory of
+those buckets is free for the last gradients.
 
 Invariant: the program is the same. Operations that draw random numbers, and those that share memory with one
 that writes, keep their order.
@@ -12,6 +14,7 @@ that writes, keep their order.
 
 import hashlib
 import inspect
+import itertools
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -19,6 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.utils._pytree import tree_leaves
 
 from ddpopt.graph.effects import written_storages
 from ddpopt.graph.nodes import body_nodes, read_storages, storages
@@ -40,9 +44,7 @@ class Schedule(CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         """Order a graph by need."""
         nodes = body_nodes(graph)
-        before = _dependencies(nodes)
-        order = _by_need(nodes, before)
-        for node in order:
+        for node in _by_need(nodes, _dependencies(nodes)):
             graph.output_node().prepend(node)
 
     def uuid(self) -> Any:
@@ -57,16 +59,22 @@ def _by_need(nodes: list[fx.Node], before: Before) -> list[fx.Node]:
     for node in nodes:
         own = number.get(node.all_input_nodes[0], -1) if node.target is WAIT else -1
         ranks[node] = max([own, *(ranks[each] for each in before[node])])
-    first = [node for node in nodes if 0 <= ranks[node] < (len(starts) - 1) // 2]
     place_of, placed = {node: place for place, node in enumerate(nodes)}, dict[fx.Node, None]()
     for start in starts:
         needed = _needed(start, before, placed)
-        for node in first if start is starts[-1] else ():
-            early = _needed(node, before, placed)
-            if needed.keys().isdisjoint(early):
-                placed.update(dict.fromkeys(sorted(early, key=place_of.__getitem__)))
-        placed.update(dict.fromkeys(sorted(needed, key=place_of.__getitem__)))
+        first = _first(starts) if start is starts[-1] else 0
+        writes = [node for node in nodes if 0 <= ranks[node] < first and written_storages(node)]
+        early = [_needed(write, before, placed) for write in writes]
+        for each in (*filter(needed.keys().isdisjoint, early), needed):
+            placed.update(dict.fromkeys(sorted(each, key=place_of.__getitem__)))
     return [*placed, *sorted((node for node in nodes if node not in placed), key=ranks.__getitem__)]
+
+
+def _first(starts: list[fx.Node]) -> int:
+    """How many collectives send half of what is sent before the last one; 0 if they are of several groups."""
+    sent = [sum(each.nbytes for each in tree_leaves(start.meta["val"])) for start in starts[:-1]]
+    one_group = len({start.args[-1] for start in starts}) == 1
+    return sum(so_far <= sum(sent) / 2 for so_far in itertools.accumulate(sent)) if one_group else 0
 
 
 def _needed(start: fx.Node, before: Before, placed: Mapping[fx.Node, None]) -> dict[fx.Node, None]:

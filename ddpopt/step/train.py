@@ -139,12 +139,11 @@ class TrainStep:
         logger.info("ddpopt: a train step of %d nodes, buckets: %s", len(graph.gm.graph.nodes), sizes)
 
         self._imposed.update((each.ddp, imposed_plan(each.ddp)) for each in captured.replicas)
-        refs = [ref(replica.ddp) for replica in captured.replicas]
-        known = [(replica.name, group_name(replica.ddp.process_group)) for replica in captured.replicas]
+        known = [(ref(each.ddp), each.name, group_name(each.ddp.process_group)) for each in captured.replicas]
 
         def run(*inputs: Any) -> Any:
-            ddps: list[Any] = [each() for each in refs]
-            for ddp, (name, group) in zip(ddps, known, strict=True):
+            ddps: list[Any] = [each() for each, _, _ in known]
+            for ddp, (_, name, group) in zip(ddps, known, strict=True):
                 require_supported(name, ddp)  # a hook may be new
                 if (now := group_name(ddp.process_group)) != group:
                     raise UsageError(

@@ -5,9 +5,10 @@ free first. The earliest time at which the link is free after a run does not dep
 sent as a bucket for each class (dtype and device; a sparse gradient is a class of its own) in the order of
 their last gradients. So with one class no other buckets end the step earlier.
 
-Of equal divisions it takes that with the smallest buckets. Then a bucket is merged with the next one of its
-class if the step ends no later, neither on the measured link nor on a somewhat faster or slower (`LINKS`),
-even if merged buckets are complete somewhat later than measured (`LATE`): computation is not regular, and a
+Where a run may begin at several gradients and be back equally early, it begins at the last one that leaves it
+`FINEST` of all bytes, or else at the first. Then a bucket is merged with the next one of its class if the
+step ends no later, neither on the measured link nor on a somewhat faster or slower one (`LINKS`), and not
+even if the merged bucket is complete somewhat later than measured (`LATE`): computation is not regular, and a
 large bucket that comes late leaves the link idle for long.
 """
 
@@ -25,8 +26,10 @@ from ddpopt.tuning.records import LARGEST, Gradient, Link, Profile
 
 LINKS = (1.0, 0.8, 1.25)
 """The links on which a merge must not delay the end: how many times as long as measured all-reduces take."""
-LATE = 0.1
-"""How much later a merged bucket may be complete without delaying the end, as a share of backward."""
+FINEST = 0.05
+"""The share of all bytes that a run has at least, if it is back as early as with fewer."""
+LATE = 0.25
+"""How much longer the gradients of a merged bucket may take to be complete without delaying the end."""
 ROUNDING = 1e-12
 """The relative difference of two times that are equal."""
 Unit = tuple[Gradient, ...]
@@ -87,8 +90,9 @@ def _best(gradients: Sequence[Gradient], link: Link, most: float) -> list[Unit]:
             back = link.back_s(size, torch.maximum(at, ready_s + delay), last_s + delay)
             back = back.where((size <= most) | (count == 1), math.inf)
             at, sent = back.where(count > 0, at), sent + size
-        free[end] = at.min()
-        came.append(int((at <= free[end] * (1 + ROUNDING)).nonzero()[-1]))
+        free[end], before = at.min(), total[:end]
+        wanted = before.where(before <= total[end] - FINEST * total[-1], -before)
+        came.append(int(wanted.where(at <= free[end] * (1 + ROUNDING), -math.inf).argmax()))
     found: list[Unit] = []
     while end:
         run: dict[object, Unit] = {}
@@ -99,7 +103,7 @@ def _best(gradients: Sequence[Gradient], link: Link, most: float) -> list[Unit]:
 
 
 def _merged(buckets: Sequence[Unit], links: Sequence[Link], last_s: float, most: float) -> list[Unit]:
-    """Merge each bucket with the next one of its class while the end is no later on any link."""
+    """Merge each bucket with the next one of its class, once, if the end is no later on any link."""
     found = [(_kind(own[-1]), own, sum(each.spec.nbytes for each in own), own[-1].ready_s) for own in buckets]
 
     def times(free: Times, sent: int, rest: Iterable[Any], old: Iterable[Times], least: int) -> list[Times]:
@@ -124,14 +128,12 @@ def _merged(buckets: Sequence[Unit], links: Sequence[Link], last_s: float, most:
     while place < len(found):
         kind, unit, nbytes, _ = found[place]
         other = next((n for n in range(place + 1, len(found)) if found[n][0] == kind), place)
-        new: list[Times] = []
-        if other > place and nbytes + found[other][2] <= most:
-            _, added, more, ready_s = found[other]
-            merged = [*found[place + 1 : other], (kind, unit + added, nbytes + more, ready_s + LATE * last_s)]
+        _, added, more, ready_s = found[other]
+        if other > place and nbytes + more <= most:
+            late_s = LATE * (ready_s - unit[0].ready_s)
+            merged = [*found[place + 1 : other], (kind, unit + added, nbytes + more, ready_s + late_s)]
             rest = itertools.chain(merged, itertools.islice(found, other + 1, None))
-            new = times(free, sent, rest, after[place + 1 :], len(merged))
-        if new:
-            found[place : other + 1], after[place : place + len(new) + 1] = merged, new
-        else:
-            free, sent, place = after[place], sent + nbytes, place + 1
+            if new := times(free, sent, rest, after[place + 1 :], len(merged)):
+                found[place : other + 1], after[place : place + len(new) + 1] = merged, new
+        free, sent, place = after[place], sent + found[place][2], place + 1
     return [unit for _, unit, _, _ in found]

@@ -77,8 +77,9 @@ def fits(bucket: Sequence[Gradient], most: float) -> bool:
     return len(bucket) == 1 or sum(g.spec.nbytes for g in bucket) <= most
 
 
-def delayed(drawn: Sequence[Gradient], which: Sequence[Gradient], by_s: float) -> list[Gradient]:
-    """With some of them complete later."""
+def delayed(drawn: Sequence[Gradient], which: Sequence[Gradient], by: float) -> list[Gradient]:
+    """With some of them complete later, by a share of the time that they take."""
+    by_s = by * (which[-1].ready_s - which[0].ready_s)
     return [replace(each, ready_s=each.ready_s + by_s * (each in which)) for each in drawn]
 
 
@@ -110,17 +111,17 @@ def test_no_division_of_the_ready_order_ends_earlier_and_no_merge_ends_as_early(
     ends = [back_s(tuned, drawn, each) for each in shares]
     for other, joined in merged(tuned):
         if all(fits(bucket, most) for bucket in other):
-            late = delayed(drawn, joined, LATE * drawn[-1].ready_s)
+            late = delayed(drawn, joined, LATE)
             assert any(back_s(other, late, each) > end for each, end in zip(shares, ends, strict=True))
 
 
 def test_a_bucket_that_is_somewhat_late_leaves_no_gap_on_the_link() -> None:
-    drawn = [Gradient(ParamSpec(f"p{n}", 1 if n else 6, "float32", "cpu"), float(n)) for n in range(20)]
+    drawn = [Gradient(ParamSpec(f"p{n}", 1 if n else 6, "float32", "cpu"), float(n)) for n in range(40)]
     link = replace(LINK, seconds_per_byte=1)
     tuned = tuned_of(drawn, link, math.inf)
-    ends = {back_s(tuned, delayed(drawn, late, 1), link) for late in ([], *tuned[1:-1])}
-    assert len(ends) == 1
-    assert len(tuned) < len(drawn)
+    ends = [back_s(tuned, delayed(drawn, late, 0.2), link) for late in tuned[:-1]]
+    assert ends == pytest.approx([back_s(tuned, drawn, link)] * len(ends))
+    assert len(tuned) < len(drawn) / 2
 
 
 @pytest.mark.parametrize(("sparse", "dtypes", "count"), [(0, 2, 5000), (26, 1, 36), (0, 8, 80)])

@@ -50,12 +50,12 @@ bucket_cap_mb_list=[3, 1, 0.5,    71.9 ms  200.0 ms  31.9 ms
   last 4.00, largest 4.00;
   efficiency 55.6%
 tuned                             71.9 ms  200.0 ms  31.9 ms
-  3 buckets, MiB: first 1.00,
-  last 1.00, largest 2.00;
+  2 buckets, MiB: first 2.00,
+  last 2.00, largest 2.00;
   efficiency 55.6%
 64 ranks, tree                   113.9 ms         -  73.9 ms
-  3 buckets, MiB: first 1.00,
-  last 1.00, largest 2.00;
+  2 buckets, MiB: first 2.00,
+  last 2.00, largest 2.00;
   efficiency 35.1%
 
 More ranks than were measured: a model, in which all ranks
