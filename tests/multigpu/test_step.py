@@ -229,6 +229,7 @@ WAYS = {
 
 BY_DAY = ("learning rate", "norm", "unused")
 """The ways that run with both fusions by day; fusions differ in how gradients are sent only."""
+BY_NIGHT = ("Adagrad, foreach", "zeroed in place", "two groups")
 
 
 def left(model: Any, optimizer: Any) -> Any:
@@ -265,9 +266,9 @@ def differences(ranks: Ranks, found: Any, expected: Any, tolerance: float) -> li
 @pytest.mark.parametrize(
     ("name", "fusion"),
     [
-        pytest.param(name, fusion, marks=() if name in BY_DAY or fusion == "concat" else pytest.mark.nightly)
+        pytest.param(name, fusion, marks=() if name in by_day else pytest.mark.nightly)
         for name in WAYS
-        for fusion in ("concat", "coalesced")
+        for fusion, by_day in {"concat": {*WAYS} - {*BY_NIGHT}, "coalesced": BY_DAY}.items()
     ],
 )
 def test_a_step_leaves_what_eager_leaves(ranks: Ranks, name: str, fusion: Any) -> None:

@@ -55,7 +55,7 @@ def trained(case: Case, ddp: Any, call: Any, number: int) -> tuple[list[Any], An
 BY_NIGHT = pytest.mark.nightly
 WAYS = [
     ("tp_mlp", "split", True),
-    ("tp_mlp", "inline", False),
+    pytest.param("tp_mlp", "inline", False, marks=BY_NIGHT),
     pytest.param("tp_attention", "inline", True, marks=BY_NIGHT),
 ]
 

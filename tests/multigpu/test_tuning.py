@@ -247,7 +247,7 @@ def case() -> Case:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("strategy", ["inline", "split", "eager"])
+@pytest.mark.parametrize("strategy", ["inline", "split", pytest.param("eager", marks=pytest.mark.nightly)])
 def test_what_is_found_is_a_table_and_a_file_to_use_again(ranks: Ranks, strategy: str) -> None:
     tuned = tuned_on(ranks, case(), (strategy, "aot_eager"), LINK if strategy == "split" else None)
     text = tuned.to_json()

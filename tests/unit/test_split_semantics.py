@@ -54,12 +54,13 @@ WRITES = [
         for place, by in enumerate(BLOCKS[name].options["by"])
     ),
 ]
+CHUNKS, BY_NIGHT = range(0, len(WRITES), 3), pytest.mark.nightly
 REGION = step("written_inside", by="region")
 """What torch before 2.13 cannot compile, in one piece either."""
 
 
 @pytest.mark.filterwarnings("ignore:Grad strides do not match bucket view strides:UserWarning")
-@pytest.mark.parametrize("first", range(0, len(WRITES), 3))
+@pytest.mark.parametrize("first", [pytest.param(n, marks=BY_NIGHT if n % 2 else ()) for n in CHUNKS])
 def test_a_view_is_read_as_it_is_after_a_write(first: int, alone: Ranks) -> None:
     drawn = DrawnModel(tuple(WRITES[first : first + 3]), cap_bytes=1)
     (answer,) = examined(alone, drawn, "ddpopt-split")

@@ -19,23 +19,24 @@ ALL_REDUCE: Any = torch.ops._c10d_functional.all_reduce.default
 
 def test_a_collective_starts_when_what_it_needs_is_there_and_what_waits_for_the_first_goes_first() -> None:
     graph = fx.Graph()
-    x = graph.placeholder("x")
 
-    def call(name: str, target: Any, *args: Any) -> fx.Node:
-        return graph.create_node("call_function", target, args, name=name)
+    def call(name: str, target: Any, *args: Any, op: str = "call_function") -> fx.Node:
+        node = graph.create_node(op, target, args, name=name)
+        node.meta["val"] = args[0].meta["val"] if name == "update" else torch.empty(1)
+        return node
 
-    first = call("first", aten.relu.default, x)
-    other = call("other", aten.neg.default, x)
-    second = call("second", aten.exp.default, first)
-    sends = [call(f"send_{n}", ALL_REDUCE, each, "sum", "0") for n, each in enumerate((first, second))]
+    x, parameter = (call(name, name, op="placeholder") for name in ("x", "parameter"))
+    needs = [call(f"need_{n}", aten.relu.default, x) for n in range(3)]
+    sends = [call(f"send_{n}", ALL_REDUCE, each, "sum", "0") for n, each in enumerate(needs)]
     waits = [call(f"wait_{n}", WAIT, each) for n, each in enumerate(sends)]
-    late = call("late", aten.add.Tensor, waits[1], other)
-    early = call("early", aten.neg.default, waits[0])
-    graph.output((late, early))
+    late = call("late", aten.add.Tensor, waits[1], x)
+    update = call("update", aten.copy_.default, parameter, waits[0])
+    graph.output((late, update))
     Schedule()(graph)
     graph.lint()
-    order = ["first", "send_0", "second", "send_1", "other", "wait_0", "early", "wait_1", "late"]
-    assert [node.name for node in body_nodes(graph)] == order
+    # what the first one updates comes before what the last one needs
+    order = "need_0 send_0 need_1 send_1 wait_0 update need_2 send_2 wait_1 late wait_2"
+    assert [node.name for node in body_nodes(graph)] == order.split()
 
 
 OPERATIONS: dict[str, Callable[[float, Tensor, Tensor], Any]] = {
