@@ -60,18 +60,18 @@ def _by_need(nodes: list[fx.Node], before: Before) -> list[fx.Node]:
         own = number.get(node.all_input_nodes[0], -1) if node.target is WAIT else -1
         ranks[node] = max([own, *(ranks[each] for each in before[node])])
     place_of, placed = {node: place for place, node in enumerate(nodes)}, dict[fx.Node, None]()
+    first = _first(starts)
+    writes = [node for node in nodes if 0 <= ranks[node] < first and written_storages(node)]
     for start in starts:
         needed = _needed(start, before, placed)
-        first = _first(starts) if start is starts[-1] else 0
-        writes = [node for node in nodes if 0 <= ranks[node] < first and written_storages(node)]
-        early = [_needed(write, before, placed) for write in writes]
+        early = [_needed(write, before, placed) for write in writes] if start is starts[-1] else []
         for each in (*filter(needed.keys().isdisjoint, early), needed):
             placed.update(dict.fromkeys(sorted(each, key=place_of.__getitem__)))
     return [*placed, *sorted((node for node in nodes if node not in placed), key=ranks.__getitem__)]
 
 
 def _first(starts: list[fx.Node]) -> int:
-    """How many collectives send half of what is sent before the last one; 0 if they are of several groups."""
+    """How many send no more than half of what is sent before the last one; 0 if there are several groups."""
     sent = [sum(each.nbytes for each in tree_leaves(start.meta["val"])) for start in starts[:-1]]
     one_group = len({start.args[-1] for start in starts}) == 1
     return sum(so_far <= sum(sent) / 2 for so_far in itertools.accumulate(sent)) if one_group else 0

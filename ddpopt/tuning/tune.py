@@ -7,8 +7,8 @@ their last gradients. So with one class no other buckets end the step earlier.
 
 Where a run may begin at several gradients and be back equally early, it begins at the last one that leaves it
 `FINEST` of all bytes, or else at the first. Then a bucket is merged with the next one of its class if the
-step ends no later, neither on the measured link nor on a somewhat faster or slower one (`LINKS`), and not
-even if the merged bucket is complete somewhat later than measured (`LATE`): computation is not regular, and a
+step ends no later, neither on the measured link nor on a somewhat faster or slower one (`LINKS`), even
+if the merged bucket is complete somewhat later than measured (`LATE`): computation is not regular, and a
 large bucket that comes late leaves the link idle for long.
 """
 
