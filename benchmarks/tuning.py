@@ -2,19 +2,22 @@
 
 Two ranks of one thread each train a model on two emulated hosts (`benchmarks.network`) with DDP's default
 buckets, with some caps and with the tuned buckets, in turns. The profile and the link are measured first, in
-the same processes. Every figure is a ratio of two medians of one run:
+the same processes. Every figure is from one run:
 
-- *predicted*: the predicted step to the measured one, for each kind of buckets;
-- *tuned*: the measured step with the tuned buckets to the shortest with others, and to DDP's default.
+- *predicted*: the predicted step to the median of the measured ones, for each kind of buckets;
+- *tuned*: the lower quartile of the steps with the tuned buckets to the least one with others, and to that
+  with DDP's default. Other load only adds time: lower quartiles of equal buckets differ less than medians.
 
 Exit code 1 if a prediction is off by more than 10%, or fewer than 80% of them are within 5%, or tuned
-buckets take more than 1.03 times as long as the best others; 2 for invalid arguments; 3 if a rank fails.
+buckets take more than 1.03 times as long as the best others, or longer than DDP's default (0.86 times as long
+for the GPT at 1 Gbit/s); 2 for invalid arguments; 3 if a rank fails.
 """
 
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import product
+from statistics import quantiles
 
 from benchmarks import report
 from benchmarks.network import two_hosts
@@ -22,11 +25,11 @@ from benchmarks.step import on_hosts
 from benchmarks.step_workloads import WORKLOADS
 from ddpopt.cases.case import Case
 from ddpopt.errors import DdpoptError
-from ddpopt.tuning.comparing import Tuned, tuned_on
+from ddpopt.tuning.comparing import Row, Tuned, tuned_on
 
 RATES, STRATEGIES = ("1gbit", "2500mbit"), ("eager", "inline")
 CAPS = (0.5, 1.0, 2.0, 3.0, 5.0, 10.0, 25.0)
-COLUMNS = ("buckets", "predicted, ms", "measured, ms", "predicted to measured")
+COLUMNS = ("buckets", "predicted, ms", "median, ms", "quartile, ms", "predicted to median")
 
 
 def case_of(name: str) -> Case:
@@ -37,19 +40,28 @@ def case_of(name: str) -> Case:
 
 def grid(where: str, tuned: Tuned) -> report.Grid:
     """The table of one model over one network."""
-    rows = ((row.name, row.predicted.step_s, row.step_s) for row in tuned.rows)
-    cells = ((name, f"{p * 1000:.1f}", f"{m * 1000:.1f}", report.number(p / m)) for name, p, m in rows)
+    rows = ((row.name, row.predicted.step_s, row.step_s, quick_s(row)) for row in tuned.rows)
+    cells = (
+        (name, *(f"{t * 1000:.1f}" for t in times), report.number(times[0] / times[1]))
+        for name, *times in rows
+    )
     return report.Grid(f"{where}; {tuned.link}", COLUMNS, tuple(cells))
+
+
+def quick_s(row: Row) -> float:
+    """The lower quartile of the measured steps."""
+    return quantiles(row.measured_s, n=4)[0]
 
 
 def claims(found: dict[str, Tuned]) -> Iterator[report.Claim]:
     """What is asked of all tables."""
     off: list[float] = []
     for where, tuned in found.items():
-        measured = {row.name: row.step_s for row in tuned.rows}
-        off += [abs(row.predicted.step_s / measured[row.name] - 1) for row in tuned.rows]
-        best = measured.pop("tuned")
-        yield report.at_most(where, "tuned to the best cap", best / min(measured.values()), 1.03)
+        off += [abs(row.predicted.step_s / row.step_s - 1) for row in tuned.rows]
+        quick = {row.name: quick_s(row) for row in tuned.rows}
+        best, least = quick.pop("tuned"), 0.86 if where.startswith("gpt") and "1gbit" in where else 1.0
+        yield report.at_most(where, "tuned to DDP's default", best / quick["DDP's default"], least)
+        yield report.at_most(where, "tuned to the best cap", best / min(quick.values()), 1.03)
     yield report.at_most("all", "largest error of a prediction", max(off), 0.1)
     yield report.at_least(
         "all", "share of predictions within 5%", sum(each <= 0.05 for each in off) / len(off), 0.8

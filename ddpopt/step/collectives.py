@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from ddpopt.ddp.agreement import group_name
 from ddpopt.ddp.impose import imposed_plan
@@ -61,17 +61,15 @@ def plan_step(captured: Captured) -> tuple[Plan, ...]:
 
 
 def _plan(replica: Replica, ready: Sequence[ParamSpec], nodes: tuple[str, ...]) -> Plan:
-    names = tuple(spec.name for spec in ready)
-    given = imposed_plan(replica.ddp)
+    by_name, given = {spec.name: spec for spec in ready}, imposed_plan(replica.ddp)
     if given is None:
         by_rule = ready_buckets(ready, BucketConfig.from_ddp(replica.ddp))
-        wanted = [([names[place] for place in members], reason) for members, reason in by_rule]
+        wanted = [([ready[place] for place in members], reason) for members, reason in by_rule]
     else:
-        wanted = [([*bucket.params], bucket.reason) for bucket in given.buckets]
-    by_name = dict(zip(names, ready, strict=True))
-    found = [([by_name[name] for name in own if name in by_name], reason) for own, reason in wanted]
-    filled = enumerate(each for each in found if each[0])
-    buckets = tuple(Bucket.of(index, members, 0, reason) for index, (members, reason) in filled)
+        by_plan = [[by_name[name] for name in each.params if name in by_name] for each in given.buckets]
+        wanted = [(own, each.reason) for own, each in zip(by_plan, given.buckets, strict=True) if own]
+    buckets = tuple(Bucket.of(index, own, 0, reason) for index, (own, reason) in enumerate(wanted))
+    names = tuple(by_name)
     segment = Segment(0, 0, nodes, names, tuple(range(len(buckets))))
     known = [name for name, each in replica.ddp.module.named_parameters() if each.requires_grad]
     unread = tuple(name for name in known if name not in names)
@@ -99,64 +97,52 @@ def insert_collectives(captured: Captured, plans: Sequence[Plan], fusion: Fusion
             nodes = sorted((marked[number, name] for name in bucket.params), key=order.__getitem__)
             readers = [user for node in nodes for user in node.users if user not in nodes]
             reader = min(readers, key=order.__getitem__, default=graph.output_node())
-            _Send(graph, f"{prefix}bucket_{bucket.index}", nodes, reader).insert(fusion, group)
+            _send(graph, f"{prefix}bucket_{bucket.index}", nodes, reader, fusion, group)
     captured.gm.graph.lint()
     captured.gm.recompile()
 
 
-class _Send:
-    """Sends the gradients of a bucket; the names of its nodes say which one.
+def _send(
+    graph: fx.Graph, label: str, nodes: Sequence[fx.Node], reader: fx.Node, fusion: Fusion, group: Any
+) -> None:
+    """Put a collective where its last gradient is ready, and the wait where the first one is read.
 
     Args:
         graph: the graph of the step.
-        label: the name of the bucket.
+        label: the name of the bucket, with which the names of its nodes begin.
         nodes: the marks of its gradients.
         reader: the first node that reads one of them.
+        fusion: how they are sent together.
+        group: the process group.
     """
 
-    def __init__(self, graph: fx.Graph, label: str, nodes: Sequence[fx.Node], reader: fx.Node) -> None:
-        self.graph, self.label, self.nodes, self.reader = graph, label, nodes, reader
+    def add(what: str, target: Callable[..., Any], *args: Any) -> fx.Node:
+        return graph.create_node("call_function", target, args, name=f"{label}_{what}")
 
-    def _add(self, what: str, target: Callable[..., Any], *args: Any) -> fx.Node:
-        return self.graph.create_node("call_function", target, args, name=f"{self.label}_{what}")
-
-    def insert(self, fusion: Fusion, group: Any) -> None:
-        """Put the collective where the last gradient is ready, and the wait where the first one is read."""
-        name, scale, concat = str(group.group_name), 1.0 / group.size(), fusion == "concat"
-        sizes = [node.meta["val"].numel() for node in self.nodes]
-        scaled = []
-        for node in self.nodes:
-            with self.graph.inserting_before(node.next):
-                scaled.append(self._add("scaled", aten.mul.Tensor, self._flat(node), scale))
-        with self.graph.inserting_before(scaled[-1].next):
-            if concat:
-                flat = scaled[0] if len(scaled) == 1 else self._add("flat", aten.cat.default, scaled)
-                sent = [self._add("all_reduce", functional.all_reduce.default, flat, "sum", name)]
-            else:
-                start = self._add("all_reduce", functional.all_reduce_coalesced.default, scaled, "sum", name)
-                sent = [self._add("sent", operator.getitem, start, place) for place in range(len(sizes))]
-        with self.graph.inserting_before(self.reader):
-            parts = [self._add("wait", functional.wait_tensor.default, each) for each in sent]
-            if concat and len(sizes) > 1:
-                split = self._add("pieces", aten.split_with_sizes.default, parts[0], sizes)
-                parts = [self._add("piece", operator.getitem, split, place) for place in range(len(sizes))]
-            for node, part in zip(self.nodes, parts, strict=True):
-                node.replace_all_uses_with(self._restored(part, node.meta["val"]))
-                self.graph.erase_node(node)
-
-    def _flat(self, node: fx.Node) -> fx.Node:
-        """A gradient as it lies in memory."""
-        permuted = self._add("permuted", aten.permute.default, node.args[0], _order(node.meta["val"]))
-        return self._add("part", aten.reshape.default, permuted, [-1])
-
-    def _restored(self, part: fx.Node, value: Tensor) -> fx.Node:
-        """A gradient with the strides that it had."""
-        order = _order(value)
-        permuted = self._add("permuted", aten.view.default, part, [value.shape[at] for at in order])
-        back = [order.index(at) for at in range(len(order))]
-        return self._add("gradient", aten.permute.default, permuted, back)
-
-
-def _order(value: Tensor) -> list[int]:
-    """The dimensions of a tensor as they lie in memory, the slowest first."""
-    return sorted(range(value.dim()), key=value.stride().__getitem__, reverse=True)
+    name, scale, concat = str(group.group_name), 1.0 / group.size(), fusion == "concat"
+    values = [node.meta["val"] for node in nodes]
+    orders = [sorted(range(v.dim()), key=v.stride().__getitem__, reverse=True) for v in values]  # in memory
+    scaled = []
+    for node, order in zip(nodes, orders, strict=True):
+        with graph.inserting_before(node.next):
+            permuted = add("permuted", aten.permute.default, node.args[0], order)
+            part = add("part", aten.reshape.default, permuted, [-1])
+            scaled.append(add("scaled", aten.mul.Tensor, part, scale))
+    with graph.inserting_before(scaled[-1].next):
+        if concat:
+            flat = scaled[0] if len(scaled) == 1 else add("flat", aten.cat.default, scaled)
+            sent = [add("all_reduce", functional.all_reduce.default, flat, "sum", name)]
+        else:
+            start = add("all_reduce", functional.all_reduce_coalesced.default, scaled, "sum", name)
+            sent = [add("sent", operator.getitem, start, place) for place in range(len(nodes))]
+    with graph.inserting_before(reader):
+        parts = [add("wait", functional.wait_tensor.default, each) for each in sent]
+        if concat and len(nodes) > 1:
+            sizes = [value.numel() for value in values]
+            split = add("pieces", aten.split_with_sizes.default, parts[0], sizes)
+            parts = [add("piece", operator.getitem, split, place) for place in range(len(nodes))]
+        for node, value, order, part in zip(nodes, values, orders, parts, strict=True):
+            permuted = add("permuted", aten.view.default, part, [value.shape[at] for at in order])
+            back = [order.index(at) for at in range(len(order))]  # to the strides that it had
+            node.replace_all_uses_with(add("gradient", aten.permute.default, permuted, back))
+            graph.erase_node(node)

@@ -26,7 +26,7 @@ Transform = Callable[[fx.GraphModule], fx.GraphModule | None]
 class Override:
     """What a step does with some submodules; inherit from it."""
 
-    def replacement(self, name: str, module: nn.Module) -> nn.Module:  # noqa: ARG002  # for those that inherit
+    def replacement(self, name: str, module: nn.Module) -> nn.Module:
         """Choose what stands for a submodule while a step is captured.
 
         Args:
@@ -38,11 +38,7 @@ class Override:
         """
         return module
 
-    def transform(
-        self,
-        graph_module: fx.GraphModule,
-        state: Mapping[str, Tensor],  # noqa: ARG002  # for those that inherit
-    ) -> fx.GraphModule | None:
+    def transform(self, graph_module: fx.GraphModule, state: Mapping[str, Tensor]) -> fx.GraphModule | None:
         """Change the captured graph, before collectives are put into it.
 
         Args:

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 from ddpopt.graph.effects import written_storages
 from ddpopt.graph.nodes import body_nodes, read_storages, storages
 
+aten: Any = torch.ops.aten
 functional: Any = torch.ops._c10d_functional
 STARTS = (
     functional.all_reduce.default,
@@ -46,10 +47,29 @@ class Schedule(CustomGraphPass):
         nodes = body_nodes(graph)
         for node in _by_need(nodes, _dependencies(nodes)):
             graph.output_node().prepend(node)
+        _fill(graph)
 
     def uuid(self) -> Any:
         """A hash of this module."""
         return hashlib.sha256(inspect.getsource(sys.modules[__name__]).encode()).hexdigest()
+
+
+def _fill(graph: fx.Graph) -> None:
+    """Copy each gradient into its bucket as soon as it is scaled; a ``cat`` would keep all until the last."""
+    for cat in graph.find_nodes(op="call_function", target=aten.cat.default):
+        parts, flat, at = cat.args[0], cat.meta["val"], 0
+        scaled = flat.dim() == 1 and all(part.target is aten.mul.Tensor for part in parts)
+        if scaled and all(user.target is STARTS[0] for user in cat.users):
+            with graph.inserting_before(min(parts).next):
+                bucket = graph.call_function(aten.new_empty.default, (min(parts), [flat.numel()]))
+            for part in parts:
+                end = at + part.meta["val"].numel()
+                with graph.inserting_before(max(part, bucket).next):
+                    place = graph.call_function(aten.slice.Tensor, (bucket, 0, at, end))
+                    graph.call_function(aten.copy_.default, (place, part))
+                at = end
+            cat.replace_all_uses_with(bucket)
+            graph.erase_node(cat)
 
 
 def _by_need(nodes: list[fx.Node], before: Before) -> list[fx.Node]:
@@ -92,19 +112,16 @@ def _needed(start: fx.Node, before: Before, placed: Mapping[fx.Node, None]) -> d
 def _dependencies(nodes: list[fx.Node]) -> Before:
     """What must come before each node: its inputs, and by memory, random numbers and collectives what did."""
     before: dict[fx.Node, dict[fx.Node, None]] = {}
-    readers: dict[int, list[fx.Node]] = {}
-    writer: dict[int, fx.Node] = {}
-    last: dict[str, fx.Node] = {}
+    readers: dict[Any, list[fx.Node]] = {}
+    writer: dict[Any, fx.Node] = {}
     for node in nodes:
         own = {each: None for each in node.all_input_nodes if each in before}
-        used, written = {**read_storages(node), **dict.fromkeys(storages(node))}, written_storages(node)
+        random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        kept = {"random": random, "sent": node.target in STARTS}  # in order, as if these were memory
+        written = [*written_storages(node), *(kind for kind, belongs in kept.items() if belongs)]
+        used = dict.fromkeys([*read_storages(node), *storages(node), *written])
         own.update((writer[key], None) for key in used if key in writer)
         own.update((reader, None) for key in written for reader in readers.get(key, ()))
-        random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-        for kind, belongs in (("random", random), ("sent", node.target in STARTS)):
-            if belongs:
-                own.update({last[kind]: None} if kind in last else {})
-                last[kind] = node
         own.pop(node, None)
         before[node] = own
         for key in used:

@@ -4,7 +4,6 @@ Invariant: this module needs no private name of torch, so that every release can
 nothing else holds is not kept alive.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
@@ -30,14 +29,10 @@ class StepSettings:
     transform: Transform | None
 
 
-_running: "WeakKeyDictionary[Any, Plan]" = WeakKeyDictionary()
+RUNNING: "WeakKeyDictionary[Any, Plan]" = WeakKeyDictionary()
+"""The plan of the step that last trained each DDP module."""
 
 
 def running_plan(ddp: Any) -> Plan | None:
     """The plan of the step that last trained a DDP module; None if none has."""
-    return _running.get(ddp)
-
-
-def note_running(ddps: Sequence[Any], plans: Sequence[Plan]) -> None:
-    """Note that a step trains its DDP modules now."""
-    _running.update(zip(ddps, plans, strict=True))
+    return RUNNING.get(ddp)

@@ -30,7 +30,7 @@ from ddpopt.step.fallback import inline
 from ddpopt.step.graphs import Captured, capture
 from ddpopt.step.overrides import Swap, passed, replacements, swapped
 from ddpopt.step.replicas import require_supported
-from ddpopt.step.settings import WHAT, StepSettings, note_running
+from ddpopt.step.settings import RUNNING, WHAT, StepSettings
 from ddpopt.step.tracing import Seen, traceable
 
 logger = logging.getLogger("ddpopt")
@@ -152,7 +152,7 @@ class TrainStep:
                     )
             self._compared = True
             agree(ddps, keys, plans)
-            note_running(ddps, plans)
+            RUNNING.update(zip(ddps, plans, strict=True))
             with torch.no_grad():
                 return compiled(*inputs)
 

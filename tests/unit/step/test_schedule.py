@@ -26,16 +26,18 @@ def test_a_collective_starts_when_what_it_needs_is_there_and_what_waits_for_the_
         return node
 
     x, parameter = (call(name, name, op="placeholder") for name in ("x", "parameter"))
-    needs = [call(f"need_{n}", aten.relu.default, x) for n in range(3)]
-    sends = [call(f"send_{n}", ALL_REDUCE, each, "sum", "0") for n, each in enumerate(needs)]
+    needs = [call(f"need_{n}", aten.mul.Tensor, x, 0.5) for n in range(4)]
+    sent = [*needs[:2], call("flat", aten.cat.default, needs[2:])]
+    sends = [call(f"send_{n}", ALL_REDUCE, each, "sum", "0") for n, each in enumerate(sent)]
     waits = [call(f"wait_{n}", WAIT, each) for n, each in enumerate(sends)]
     late = call("late", aten.add.Tensor, waits[1], x)
     update = call("update", aten.copy_.default, parameter, waits[0])
     graph.output((late, update))
     Schedule()(graph)
     graph.lint()
-    # what the first one updates comes before what the last one needs
-    order = "need_0 send_0 need_1 send_1 wait_0 update need_2 send_2 wait_1 late wait_2"
+    # what the first one updates comes before what the last one needs; each gradient is copied at once
+    last = "need_2 new_empty_default slice_tensor copy__default need_3 slice_tensor_1 copy__default_1 send_2"
+    order = f"need_0 send_0 need_1 send_1 wait_0 update {last} wait_1 late wait_2"
     assert [node.name for node in body_nodes(graph)] == order.split()
 
 
@@ -46,11 +48,9 @@ OPERATIONS: dict[str, Callable[[float, Tensor, Tensor], Any]] = {
     "pow": lambda rate, a, b: (a**rate, rate**b),
     "clamp": lambda rate, a, _: torch.where(a > rate, a, rate),
     "masked": lambda rate, a, b: a.masked_fill(a < b, rate),
-    "alpha": lambda rate, a, b: a.add(b, alpha=-rate),
     "alpha, in place": lambda rate, a, b: a.clone().sub_(b, alpha=rate),
     "addcdiv": lambda rate, a, b: a.addcdiv(b, a, value=rate),
     "addcmul, in place": lambda rate, a, b: a.clone().addcmul_(b, a, value=rate),
-    "lerp": lambda rate, a, b: a.lerp(b, rate),
     "lerp, in place": lambda rate, a, b: a.clone().lerp_(b, 1 - rate),
     "full": lambda rate, a, b: (torch.full_like(a, rate) + b, torch.full((2,), rate), torch.tensor(rate)),
     "foreach": lambda rate, a, b: torch._foreach_mul([a, b], rate),
