@@ -162,10 +162,8 @@ def _run_last(node: fx.Node, source: fx.Node) -> None:
     node.graph.output_node().prepend(node)
 
 
-def in_next_segment(
-    stitched: fx.GraphModule, where: Where = anywhere, *, in_both: bool = False
-) -> Iterator[Edit]:
-    for former, latter in pairwise(calls(stitched.graph)):
+def in_next_segment(gm: fx.GraphModule, where: Where = anywhere, *, in_both: bool = False) -> Iterator[Edit]:
+    for former, latter in pairwise(calls(gm.graph)):
         there = [node.name for node in body(latter).graph.nodes if node.op in COMPUTES]
         for node in body(former).graph.nodes:
             stays = [*alike(node, node.all_input_nodes), None]

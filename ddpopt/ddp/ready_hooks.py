@@ -171,9 +171,7 @@ def _may_be_gradient_of(gradient: Tensor, parameter: Tensor) -> bool:
     )
 
 
-def _call(
-    method: weakref.WeakMethod[Any], place: int, _: object, gradients: tuple[Tensor | None, ...]
-) -> None:
+def _call(method: weakref.WeakMethod[Any], place: int, _: Any, gradients: tuple[Tensor | None, ...]) -> None:
     arrived = method()
     if arrived is not None:
         arrived(place, gradients)

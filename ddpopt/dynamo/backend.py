@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from ddpopt.ddp.deferral import active_module, defer, keeps_buckets, pending, running_modules
 from ddpopt.ddp.impose import imposed_plan
+from ddpopt.ddp.tensor_parallel import share_reads
 from ddpopt.dynamo import hook
 from ddpopt.dynamo.quiet import compiling, isolated
 from ddpopt.errors import UnsupportedError, UsageError, did_you_mean
@@ -109,6 +110,7 @@ class DdpoptBackend:
             _say(why)
             return compiler(gm, example_inputs)
         self._known.add(ddp)
+        share_reads(gm, example_inputs)
         replayed = _ties_addresses(self.compiler, options)
         with isolated():
             planned = self._plan(ddp, gm, example_inputs, "split" if replayed else self.strategy)

@@ -168,9 +168,7 @@ def write_code(gm: fx.GraphModule) -> None:
     _LazyGraphModule.force_recompile(gm)
 
 
-def module_like(
-    gm: fx.GraphModule, graph: fx.Graph, held: Mapping[str, object] | None = None
-) -> fx.GraphModule:
+def module_like(gm: fx.GraphModule, graph: fx.Graph, held: Mapping[str, Any] | None = None) -> fx.GraphModule:
     """A module around `graph` that Dynamo's backends treat as one of Dynamo's own, as they treat `gm`.
 
     AOTAutograd treats a graph with ``dynamo_compile_id`` in its meta and with ``_param_name_to_source`` as

@@ -68,9 +68,7 @@ class Call:
         groups: as given.
     """
 
-    def __init__(
-        self, ddp: DDP | None, groups: Groups, others: Sequence[object], late: Container[int]
-    ) -> None:
+    def __init__(self, ddp: DDP | None, groups: Groups, others: Sequence[Any], late: Container[int]) -> None:
         self._hooks = None if ddp is None else ready_hooks(ddp)
         # only a communication hook that runs an optimizer changes parameters during backward
         self._late, self._comm_hooks = late, [] if ddp is None else ddp._comm_hooks

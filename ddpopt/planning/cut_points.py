@@ -138,17 +138,17 @@ def _crossable(value: object) -> bool:
 def _cannot_be_input(value: object) -> bool:
     """Whether AOTAutograd mistreats a tensor, or cannot take it as an input.
 
-    It assumes that the gradient of a lazily conjugated or negated tensor is so, too, and loses parts of the
-    gradient of a tensor that overlaps itself. torch cannot make a fake copy of a nested tensor's view, nor of
-    a view of real numbers as another dtype.
+    It assumes that the gradient of a lazily conjugated or negated tensor is so, too, loses parts of the
+    gradient of a tensor that overlaps itself, and mistakes the mesh of a DTensor for its gradient's. torch
+    cannot make a fake copy of a nested tensor's view, nor of a view of real numbers as another dtype.
     """
     if not isinstance(value, torch.Tensor):
         return False
     base: torch.Tensor | None = value._base
-    if base is not None and (base.is_nested or (base.dtype != value.dtype and not base.is_complex())):
-        return True
-    unsupported = value.is_conj() or value.is_neg() or value.is_nested or overlaps_itself(value)
-    return unsupported or torch._C._functorch.is_functorch_wrapped_tensor(value)
+    odd = base is not None and (base.is_nested or (base.dtype != value.dtype and not base.is_complex()))
+    odd = odd or value.is_conj() or value.is_neg() or value.is_nested or overlaps_itself(value)
+    odd = odd or type(value).__name__ == "DTensor"  # importing the class takes long
+    return odd or torch._C._functorch.is_functorch_wrapped_tensor(value)
 
 
 def _transforms(body: Body) -> Iterator[Span]:

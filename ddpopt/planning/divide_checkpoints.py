@@ -38,14 +38,12 @@ from ddpopt.planning.cut_points import Body, Span, up_to_last_write
 from ddpopt.planning.facts import gradient_carriers
 
 
-def divide_regions(
-    gm: fx.GraphModule, find_cuts: Callable[[fx.GraphModule], Sequence[str]]
-) -> fx.GraphModule:
+def divide_regions(gm: fx.GraphModule, cuts_of: Callable[[fx.GraphModule], Sequence[str]]) -> fx.GraphModule:
     """Divide the checkpointed regions of `gm` where it would be cut if they were inlined.
 
     Args:
         gm: a graph; it is not modified.
-        find_cuts: returns the names of the nodes before which a graph without regions would be cut.
+        cuts_of: returns the names of the nodes before which a graph without regions would be cut.
 
     Returns:
         A new module; or `gm` itself if no cut would fall into a region.
@@ -56,7 +54,7 @@ def divide_regions(
     inlined, inner = _inlined(gm, regions)
     places = {region: _places(body) for region, body in regions.items()}
     first_nodes: dict[fx.Node, dict[fx.Node, None]] = {}
-    for name in find_cuts(inlined):
+    for name in cuts_of(inlined):
         if name in inner:
             region, node = inner[name]
             if node in places[region]:

@@ -115,7 +115,7 @@ def collect(gm: fx.GraphModule, example_inputs: Sequence[object], specs: Specs) 
         names = [name for source in held for name in sources.get(source, {}).values()]
         for name in dict.fromkeys(names):
             readers[name].append(position)
-    inside = _places_inside(gm, body, sources)
+    inside = _places_in(gm, body, sources)
     read_at = [(spec, readers[spec.name]) for spec in specs.values() if readers[spec.name]]
     uses = tuple(ParamUse(spec, tuple(at), inside.get((spec.name, at[0]), 0)) for spec, at in read_at)
     late = late_reads(gm, sources, carries)
@@ -124,9 +124,7 @@ def collect(gm: fx.GraphModule, example_inputs: Sequence[object], specs: Specs) 
     return GraphFacts(tuple(node.name for node in body), uses, blocked, sources, late)
 
 
-def _places_inside(
-    gm: fx.GraphModule, body: Sequence[fx.Node], sources: Sources
-) -> dict[tuple[str, int], int]:
+def _places_in(gm: fx.GraphModule, body: Sequence[fx.Node], sources: Sources) -> dict[tuple[str, int], int]:
     """For each parameter and each checkpointed region that reads it: the index of its first reader inside."""
     found: dict[tuple[str, int], int] = {}
     for position, node in enumerate(body):

@@ -69,9 +69,7 @@ class ModelGraphs:
         self.specs = specs
         self._graphs: list[GraphPlan] = []
 
-    def add(
-        self, gm: fx.GraphModule, example_inputs: Sequence[object], strategy: Strategy = "auto"
-    ) -> Planned:
+    def add(self, gm: fx.GraphModule, example_inputs: Sequence[Any], strategy: Strategy = "auto") -> Planned:
         """Plan one more graph of the current forward.
 
         A graph of the same frame with the same parameters is a recompilation, and replaces the earlier one.

@@ -32,25 +32,23 @@ def read_original(original: fx.GraphModule) -> Original:
     return Original(program, nodes, terms, {step.name: step for step in walk.steps})
 
 
-def recompose(
-    stitched: fx.GraphModule, original: Original, homes: Mapping[int, Container[str]]
-) -> GraphSteps:
+def recompose(stitched: fx.GraphModule, original: Original, own: Mapping[int, Container[str]]) -> GraphSteps:
     """Inline the segments of a stitched module again.
 
     Args:
         stitched: its graph calls segments, picks their outputs, and does nothing else.
         original: the graph that it was cut from.
-        homes: for each segment, by index and in order, the nodes that should be in it. Used only for
+        own: for each segment, by index and in order, the nodes that should be in it. Used only for
             nodes whose name appears in several segments, and for the kinds of calls that a cut adds.
 
     Returns:
         The program that the stitched module computes.
     """
-    walk = _Stitched(stitched, original, homes)
+    walk = _Stitched(stitched, original, own)
     walk.run([original.terms.get(node.name, Unknown(node.name)) for node in walk.inputs])
     first: dict[str, ProgramStep] = {}
     for step in walk.steps:
-        if step.name not in first or step.name in homes.get(step.segment, ()):
+        if step.name not in first or step.name in own.get(step.segment, ()):
             first[step.name] = step
     return GraphSteps(
         inputs=tuple(walk.inputs),
@@ -204,13 +202,11 @@ class _Reading(_Walk):
 class _Stitched(_Walk):
     """Converts the graph that calls the segments, and may pass them detached values."""
 
-    def __init__(
-        self, module: fx.GraphModule, original: Original, homes: Mapping[int, Container[str]]
-    ) -> None:
+    def __init__(self, module: fx.GraphModule, original: Original, own: Mapping[int, Container[str]]) -> None:
         super().__init__(module, original.nodes, 0)
         self.where = "the stitched module"
         self.original = original
-        self.homes = homes
+        self.own = own
         self.ends: dict[int, ProgramState] = {}
         self.crossings: list[Crossing] = []
         self.returns: dict[int, Term] = {}
@@ -230,7 +226,7 @@ class _Stitched(_Walk):
         return picked
 
     def _inline(self, module: fx.GraphModule, arguments: Sequence[Term]) -> Term:
-        inner = _Reading(module, self.original, self.segment, self.homes.get(self.segment, ()))
+        inner = _Reading(module, self.original, self.segment, self.own.get(self.segment, ()))
         copies = [term if isinstance(term, Copy) else None for term in arguments]
         terms = [term.of if isinstance(term, Copy) else term for term in arguments]
         inner.run(terms)

@@ -4,13 +4,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel, parallelize_module
 from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from ddpopt.cases import corpus
 from ddpopt.cases.case import Case
+from ddpopt.cases.corpus.draws import rows_case
 from ddpopt.ddp.impose import imposed_plan
 from ddpopt.judge.trials import Request, Settings, run_trials
 from ddpopt.judge.verdict import Status
@@ -52,9 +56,22 @@ def trained(case: Case, ddp: Any, call: Any, number: int) -> tuple[list[Any], An
     return gradients, seen
 
 
+def normed(dim: int, layers: int) -> nn.Module:
+    """Reads the weights of a norm twice, whose output is a DTensor."""
+    norm = nn.LayerNorm(dim)
+    return nn.Sequential(*[norm] * layers, nn.Linear(dim, dim))
+
+
+def in_sequence(model: nn.Module, mesh: Any) -> nn.Module:
+    up = ColwiseParallel(input_layouts=Shard(0), output_layouts=Replicate())
+    return parallelize_module(model, mesh, {"0": SequenceParallel(sequence_dim=0), "2": up})
+
+
+NORMED = rows_case("normed", normed, layers=2, parallelize=in_sequence, ddp_kwargs={"bucket_cap_mb": 1e-5})
 BY_NIGHT = pytest.mark.nightly
 WAYS = [
     ("tp_mlp", "split", True),
+    ("normed", "inline", True),
     pytest.param("tp_mlp", "inline", False, marks=BY_NIGHT),
     pytest.param("tp_attention", "inline", True, marks=BY_NIGHT),
 ]
@@ -64,7 +81,7 @@ WAYS = [
 def test_a_mesh_trains_as_in_eager_with_the_plans_buckets_of_local_parts(
     name: str, strategy: Strategy, transforms: bool, ranks: Ranks
 ) -> None:
-    mesh, case = meshed(ranks), corpus.case(name)
+    mesh, case = meshed(ranks), NORMED if name == "normed" else corpus.case(name)
     number = mesh["dp"].get_local_rank()
     with torch._dynamo.config.patch(optimize_ddp=False):
         ddp = wrapped(case, mesh, ranks, transforms)

@@ -44,9 +44,7 @@ BY_DAY = (
 
 
 # the plain case, with buckets below DDP's default limits: judging takes less time
-SMALL = rows_case(
-    "small", Linears, layers=2, dim=32, batch=8, ddp_kwargs={"bucket_cap_mb": 4 * 32**2 / 2**20}
-)
+SMALL = rows_case("small", Linears, layers=2, dim=32, batch=8, ddp_kwargs={"bucket_cap_mb": 32**2 / 2**18})
 
 
 def judged(case: Case, option: str, modes: tuple[str, ...], **settings: Any) -> list[Trial]:

@@ -53,9 +53,7 @@ def test_what_the_certificate_accepts_of_a_mutated_partition_is_still_the_same_p
 ) -> None:
     plan = drawn_cuts(graph, data)
     stitched = partition(graph.gm, plan)
-    if stitched is graph.gm or not mutant.apply(
-        stitched, lambda number: data.draw(st.integers(0, number - 1))
-    ):
+    if stitched is graph.gm or not mutant.apply(stitched, lambda n: data.draw(st.integers(0, n - 1))):
         event(f"nothing to mutate: {mutant.name}")
         return
     try:

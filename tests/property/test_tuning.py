@@ -83,15 +83,13 @@ def delayed(drawn: Sequence[Gradient], which: Sequence[Gradient], by: float) -> 
     return [replace(each, ready_s=each.ready_s + by_s * (each in which)) for each in drawn]
 
 
-def merged(
-    buckets: Sequence[Sequence[Gradient]],
-) -> Iterator[tuple[list[Sequence[Gradient]], list[Gradient]]]:
+def merged(units: Sequence[Sequence[Gradient]]) -> Iterator[tuple[list[Sequence[Gradient]], list[Gradient]]]:
     """With one bucket more in the next one of its class; and that one."""
-    for place, bucket in enumerate(buckets):
-        for other in range(place + 1, len(buckets)):
-            if kind(buckets[other][0]) == kind(bucket[0]):
-                joined = [*bucket, *buckets[other]]
-                yield [*buckets[:place], *buckets[place + 1 : other], joined, *buckets[other + 1 :]], joined
+    for place, bucket in enumerate(units):
+        for other in range(place + 1, len(units)):
+            if kind(units[other][0]) == kind(bucket[0]):
+                joined = [*bucket, *units[other]]
+                yield [*units[:place], *units[place + 1 : other], joined, *units[other + 1 :]], joined
                 break
 
 

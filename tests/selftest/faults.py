@@ -197,9 +197,7 @@ FAULTS: tuple[Fault, ...] = (
     _wire("something else is sent in another group", wires.sending(lambda _: None), ("L3",)),
     _wire("no_sync is ignored", wires.no_sync_ignored, ("L3",), option="accumulation"),
     _wire("buffers are not broadcast", wires.buffers_not_broadcast, ("L0",), case="normed", option="default"),
-    _wire(
-        "a rank's parameters drift", wires.drifting_rank, ("L3",), carriers=lambda size: range(size - 1, size)
-    ),
+    _wire("a rank's parameters drift", wires.drifting_rank, ("L3",), carriers=lambda n: range(n - 1, n)),
 )
 PLACEBOS: tuple[Fault, ...] = (
     replace(_plan("the reducer's buckets", plans.bucketing(list)), seen_by=()),

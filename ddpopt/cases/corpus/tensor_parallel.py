@@ -10,9 +10,6 @@ from ddpopt.cases.corpus.ddp_rows import Linears
 from ddpopt.cases.corpus.decoders import GroupedQueryAttention, Llama, sentences
 from ddpopt.cases.corpus.draws import rows_case, seeded
 
-SECOND = ("down", "out", "1", "3", "5", "7")
-"""The last part of the names of linear layers that are the second of a pair."""
-
 
 def split(model: nn.Module, mesh: Any) -> nn.Module:
     """Split pairs of linear layers, and attention heads, between the ranks of a mesh."""
@@ -20,11 +17,12 @@ def split(model: nn.Module, mesh: Any) -> nn.Module:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     styles: dict[str, Any] = {}
+    first = ColwiseParallel(use_local_output=not isinstance(model, Linears))  # or a DTensor to the second
     for name, module in model.named_modules():
         if isinstance(module, GroupedQueryAttention):
             module.heads, module.kv_heads = module.heads // mesh.size(), module.kv_heads // mesh.size()
         if isinstance(module, nn.Linear) and not name.endswith("head"):
-            styles[name] = RowwiseParallel() if name.endswith(SECOND) else ColwiseParallel()
+            styles[name] = RowwiseParallel() if name.endswith(("down", "out", *"1357")) else first
     return parallelize_module(model, mesh, styles)
 
 

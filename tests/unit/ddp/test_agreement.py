@@ -138,9 +138,8 @@ def test_a_store_that_is_gone_is_an_error(members: Members, monkeypatch: pytest.
 
 def plan(*buckets: str, device: str = "cpu") -> Plan:
     """A plan of parameters with one-letter names."""
-    return Plan(
-        tuple(Bucket(i, tuple(b), 4, "float32", device, 0, "test") for i, b in enumerate(buckets)), (), ()
-    )
+    found = (Bucket(i, tuple(b), 4, "float32", device, 0, "test") for i, b in enumerate(buckets))
+    return Plan(tuple(found), (), ())
 
 
 def test_the_difference_names_ranks_and_parameters_bucket_by_bucket_and_is_cut_short() -> None:

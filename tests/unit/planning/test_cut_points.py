@@ -78,9 +78,10 @@ def test_a_graph_may_be_cut_before_every_node_where_all_values_may_cross() -> No
     assert finished(builder, builder.method("relu", last)) == {}
 
 
-def test_nothing_is_cut_between_what_cannot_cross_and_its_last_reader() -> None:
+@pytest.mark.parametrize("made", [object(), torch.ones(2).as_subclass(type("DTensor", (Tensor,), {}))])
+def test_nothing_is_cut_between_what_cannot_cross_and_its_last_reader(made: object) -> None:
     builder = new_builder()
-    stream = builder.call(lambda _: object(), builder.x)
+    stream = builder.call(of_torch(lambda _: made), builder.x)
     first = builder.call(lambda x, _: x + 1, builder.x, stream)
     between = builder.method("relu", first)
     last = builder.call(lambda x, _: x + 1, between, stream)
@@ -91,8 +92,7 @@ def test_nothing_is_cut_between_what_cannot_cross_and_its_last_reader() -> None:
 
 def test_a_value_that_tracing_left_unknown_stays_with_its_readers() -> None:
     builder = new_builder()
-    value = builder.method("sin", builder.x)
-    unknown = builder.method("cos", value)
+    unknown = builder.method("cos", builder.x)
     reader = builder.method("relu", unknown)
     builder.evaluate()
     del unknown.meta["example_value"]
