@@ -96,7 +96,8 @@ def test_a_mesh_trains_as_in_eager_with_the_plans_buckets_of_local_parts(
 
     assert plan is not None
     assert len(plan.buckets) > 2
-    assert bool(plan.cuts) == (strategy == "split" or torch.__version__ < "2.12")  # see docs/support.md
+    split = strategy == "split" or torch.__version__ < "2.12"  # see docs/support.md
+    assert bool(plan.cuts) == (split and name != "normed")  # no DTensor crosses a cut
     torch.testing.assert_close(gradients, expected, rtol=0, atol=0)
     assert [{*params} for params in sent] == [{*bucket.params} for bucket in plan.buckets] * STEPS
     numbers = {each: parameter.nbytes for each, parameter in ddp.module.named_parameters()}
