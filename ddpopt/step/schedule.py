@@ -58,8 +58,8 @@ def _fill(graph: fx.Graph) -> None:
     """Copy each gradient into its bucket as soon as it is scaled; a ``cat`` would keep all until the last."""
     for cat in graph.find_nodes(op="call_function", target=aten.cat.default):
         parts, flat, at = cat.args[0], cat.meta["val"], 0
-        scaled = flat.dim() == 1 and all(part.target is aten.mul.Tensor for part in parts)
-        if scaled and all(user.target is STARTS[0] for user in cat.users):
+        scaled = all(p.target is aten.mul.Tensor and p.meta["val"].dtype == flat.dtype for p in parts)
+        if scaled and flat.dim() == 1 and all(user.target is STARTS[0] for user in cat.users):
             with graph.inserting_before(min(parts).next):
                 bucket = graph.call_function(aten.new_empty.default, (min(parts), [flat.numel()]))
             for part in parts:

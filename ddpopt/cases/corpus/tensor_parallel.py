@@ -17,11 +17,12 @@ def split(model: nn.Module, mesh: Any) -> nn.Module:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     styles: dict[str, Any] = {}
-    first = ColwiseParallel(use_local_output=not isinstance(model, Linears))  # or a DTensor to the second
+    first = ColwiseParallel(use_local_output=not isinstance(model, Linears))  # they pass DTensors on
     for name, module in model.named_modules():
         if isinstance(module, GroupedQueryAttention):
             module.heads, module.kv_heads = module.heads // mesh.size(), module.kv_heads // mesh.size()
         if isinstance(module, nn.Linear) and not name.endswith("head"):
+            # these are the second of a pair
             styles[name] = RowwiseParallel() if name.endswith(("down", "out", *"1357")) else first
     return parallelize_module(model, mesh, styles)
 
