@@ -6,7 +6,7 @@ Two ranks of one thread each train a model on two emulated hosts (`benchmarks.ne
 - ``whole``: torch.compile without any optimizer for DDP;
 - ``torch``: default torch.compile, with torch's DDPOptimizer;
 - ``split``, ``inline``: ``ddpopt.compile`` with this strategy;
-- ``step``: ``ddpopt.train_step``, the whole step in one graph.
+- ``step``: ``ddpopt.train_step``, the whole step in one graph (from torch 2.13 on).
 
 All modes take turns in one run, a few steps each round, so that a busy minute affects all of them. Ratios use
 the fastest steps, because other load only adds time. *Exposed* is the share of all-reduce time that is not
@@ -66,7 +66,7 @@ from benchmarks.report import (
     state,
     wide_console,
 )
-from benchmarks.step_modes import EAGER, MODES, WHOLE
+from benchmarks.step_modes import EAGER, MODES, STEP, WHOLE
 from benchmarks.step_rank import Figures, Job, run
 from benchmarks.step_rows import RATES, Measured, grid, parts_line, section
 from benchmarks.step_workloads import WORKLOADS
@@ -215,7 +215,8 @@ def _measure_models(asked: argparse.Namespace, network: Network, console: Consol
 
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of("benchmarks.step", __doc__)
-    models, modes = ",".join(WORKLOADS), ",".join(MODES)
+    models = ",".join(WORKLOADS)
+    modes = ",".join(mode for mode in MODES if mode != STEP or torch.__version__ >= "2.13")
     parser.add_argument(
         "--models", type=partial(some_of, tuple(WORKLOADS)), default=models, help=f"({models})"
     )

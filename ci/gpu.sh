@@ -51,7 +51,7 @@ if [ -n "$dry" ]; then
   step trace part trace 600 0 "$python" -m ddpopt tune tied --nproc "$ranks" --device cpu --backend aot_eager \
     --mode ddpopt-inline --json tune.json --trace trace.json
 else
-  step tests part tests 840 0 "$python" -m pytest -q -n 2 --rootdir "$root" --junitxml tests.xml \
+  step tests part tests 840 0 "$python" -m pytest -q -n auto --maxprocesses 8 --rootdir "$root" --junitxml tests.xml \
     "$root/tests/multigpu" --ignore "$root/tests/multigpu/alone"
   step judge part judge 480 0 "$python" -m ddpopt verify gpt --nproc "$ranks" --device cuda --backend inductor \
     --mode ddpopt-inline,ddpopt-split --options default,hook_bf16,autocast,sync_batchnorm --no-locate \

@@ -8,12 +8,12 @@ differ only in the mode that ran them.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ddpopt.errors import UsageError
 
@@ -42,6 +42,17 @@ def mean_square(output: object) -> Tensor:
             f"got {type(output).__name__} without one; return one, or give the case a loss"
         )
     return torch.stack([part.square().sum() for part in parts]).sum() / count
+
+
+def on_device(value: Any, device: torch.device) -> Any:
+    """Move every tensor in containers to a device; leaves stay leaves."""
+
+    def moved(leaf: Any) -> Any:
+        there = leaf.to(device) if isinstance(leaf, Tensor) else leaf
+        is_new_leaf = there is not leaf and leaf.is_leaf
+        return there.detach().requires_grad_(leaf.requires_grad) if is_new_leaf else there
+
+    return tree_map(moved, value)
 
 
 def _as_real(tensor: Tensor) -> Tensor:
@@ -81,6 +92,10 @@ class Case:
     unused: tuple[str, ...] = ()
     ranks_differ: bool = False
     parallelize: Callable[[nn.Module, Any], nn.Module] | None = None
+
+    def on(self, device: torch.device) -> "Case":
+        """Return the case with its inputs on a device."""
+        return replace(self, inputs=lambda rank, step: on_device(self.inputs(rank, step), device))
 
     def step(self, model: Callable[..., Any], rank: int, step: int) -> Tensor:
         """Run one forward and return its loss, ready for ``backward()``.

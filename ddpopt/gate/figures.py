@@ -30,7 +30,6 @@ from ddpopt.judge.judging.failing import in_words
 from ddpopt.judge.judging.record import Record
 from ddpopt.judge.judging.reference import Bench, Reference, Subject
 from ddpopt.judge.modes import mode
-from ddpopt.judge.option_cases import on_device
 from ddpopt.judge.options import option
 from ddpopt.judge.trainer import Trainer
 from ddpopt.judge.verdict import Status, Trial
@@ -222,9 +221,7 @@ def _measured(
 
     def loss(step: int) -> torch.Tensor:
         counted.counts = step == 0
-        torch.manual_seed(step_seed(ranks.rank, step))
-        args, kwargs = on_device(case.inputs(ranks.rank, step), ranks.device)
-        return case.loss(parallel.call(*args, **kwargs))
+        return case.on(ranks.device).step(parallel.call, ranks.rank, step)
 
     return measure(parallel.ddp, loss).potential
 

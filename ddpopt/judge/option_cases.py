@@ -135,7 +135,8 @@ class Nested(nn.Module):
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup) -> None:
         super().__init__()
-        self.inner = DistributedDataParallel(model, process_group=group)
+        device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+        self.inner = DistributedDataParallel(model.to(device), process_group=group)
         dtypes = [p.dtype for p in model.parameters() if p.is_floating_point()]
         self.scale = nn.Parameter(torch.ones(WIDTH, dtype=dtypes[0] if dtypes else None))
         ignored = [name for name, _ in self.named_parameters() if name.startswith("inner.")]
@@ -163,17 +164,6 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
     wide = torch.promote_types(value.dtype, dtype) if value.is_complex() else dtype
     is_leaf = value.is_leaf and value.requires_grad
     return value.detach().to(wide).requires_grad_() if is_leaf else value.to(wide)
-
-
-def on_device(value: Any, device: torch.device) -> Any:
-    """Move every tensor in containers to a device; leaves stay leaves."""
-
-    def moved(leaf: Any) -> Any:
-        there = leaf.to(device) if isinstance(leaf, Tensor) else leaf
-        is_new_leaf = there is not leaf and leaf.is_leaf
-        return there.detach().requires_grad_(leaf.requires_grad) if is_new_leaf else there
-
-    return tree_map(moved, value)
 
 
 def in_dtype(case: Case, dtype: torch.dtype) -> Case:

@@ -20,14 +20,14 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt.cases.case import Case, step_seed
+from ddpopt.cases.case import Case, on_device, step_seed
 from ddpopt.ddp.impose import imposed_plan
 from ddpopt.errors import UsageError
 from ddpopt.judge.compare import raw_bytes
 from ddpopt.judge.engine import Engine, Gives, Gradients, Named
 from ddpopt.judge.judging.record import Record, RecordedStep, unreduced
 from ddpopt.judge.meshes import has_parts, put_back
-from ddpopt.judge.option_cases import differing, on_device
+from ddpopt.judge.option_cases import differing
 from ddpopt.judge.updating import Recipe, Updates
 from ddpopt.judge.visible import Sight, form_of
 from ddpopt.judge.whole_step import whole_step

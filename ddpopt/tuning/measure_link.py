@@ -63,7 +63,7 @@ def _typical(rows: Sequence[Sequence[float]], group: Any, device: torch.device) 
 
 def _stream_s(group: Any, device: torch.device, buffers: Sequence[Tensor]) -> float:
     """Seconds of a stream that all ranks begin together."""
-    dist.barrier(group)
+    dist.all_reduce(torch.zeros(1, device=device), group=group)  # NCCL's barrier would warn
     begin = now(device)
     for work in _sent(group, buffers):
         work.wait()
@@ -89,25 +89,24 @@ def _mutual(group: Any, device: torch.device) -> tuple[float, float]:
 
     def computing(parts: int, works: Sequence[Any] = ()) -> tuple[float, float]:
         """Seconds of a computation, and of what is sent meanwhile."""
-        begin, sent = now(device), None
+        begin, busy_s = now(device), 0.0
         for _ in range(parts):
             for _ in range(A_PART):
                 torch.mm(matrix, matrix)
-            if sent is None and all(work.is_completed() for work in works):
-                sent = now(device)
-        end = now(device)
+            computed_s = between(begin, now(device))  # waits for a GPU
+            if not busy_s and all(work.is_completed() for work in works):
+                busy_s = computed_s
         for work in works:
             work.wait()
-        return between(begin, end), between(begin, sent or now(device))
+        return computed_s, busy_s or between(begin, now(device))
 
     part_s = min(computing(1)[0] for _ in range(REPEATS))
     # on each rank, the computation lasts longer than the stream
     parts = int(2 * min(_stream_s(group, device, buffers) for _ in range(REPEATS)) / part_s) + 1
     rows: list[tuple[float, ...]] = []
     for _ in range(2 * REPEATS):
-        dist.barrier(group)
         undelayed_s, _ = computing(parts)
-        dist.barrier(group)
+        _stream_s(group, device, ())  # the ranks begin together
         delayed_s, busy_s = computing(parts, _sent(group, buffers))
         rows.append((delayed_s - undelayed_s, busy_s, _stream_s(group, device, buffers)))
     delay_s, busy_s, idle_s = _typical(rows, group, device)

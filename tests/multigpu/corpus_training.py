@@ -45,7 +45,7 @@ def train(case: Case, ddp: DistributedDataParallel, call: Callable[..., Any], ra
     """The gradients of each step."""
     gradients = []
     for step in range(STEPS):
-        torch.autograd.backward(case.step(call, ranks.rank, step))
+        torch.autograd.backward(case.on(ranks.device).step(call, ranks.rank, step))
         grads = ((name, parameter.grad) for name, parameter in ddp.module.named_parameters())
         gradients.append({name: None if grad is None else grad.to_dense().clone() for name, grad in grads})
         ddp.zero_grad()

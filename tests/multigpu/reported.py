@@ -82,7 +82,7 @@ def run(case: Case, report: Report, ranks: Ranks, compile_: Compile | None) -> O
         try:
             model, call = parallel(case, report, ranks, compile_, events)
             for step in range(STEPS):
-                train_step(case, call, model, ranks.rank, step, events, outcome)
+                train_step(case.on(ranks.device), call, model, ranks.rank, step, events, outcome)
         except Exception as error:
             outcome.error = described(error)
         finally:

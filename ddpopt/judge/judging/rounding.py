@@ -24,7 +24,7 @@ from ddpopt.judge.compare import Sum, exact
 from ddpopt.judge.engine import Named
 from ddpopt.judge.judging.arithmetic import Arithmetic, arithmetic_of
 from ddpopt.judge.judging.record import NumberKind, Record, is_rounded, left_behind, plain
-from ddpopt.judge.option_cases import cast, on_device
+from ddpopt.judge.option_cases import cast
 
 SAMPLES = 8
 """Number of eager steps from which rounding is learned: one unchanged, the others perturbed."""
@@ -130,9 +130,8 @@ def autocast_dtypes(case: Case, rank: int, device: torch.device) -> set[torch.dt
     # a model that runs only under DDP may raise anything here; judging continues without these dtypes
     with torch.random.fork_rng(devices), contextlib.suppress(Exception):
         model = case.model().to(device)
-        moved = replace(case, inputs=lambda r, s: on_device(case.inputs(r, s), device))
         with watching:
-            moved.step(model, rank, 0)
+            case.on(device).step(model, rank, 0)
     return watching.dtypes
 
 
