@@ -56,7 +56,8 @@ else
   step judge part judge 480 0 "$python" -m ddpopt verify gpt --nproc "$ranks" --device cuda --backend inductor \
     --mode ddpopt-inline,ddpopt-split --options default,hook_bf16,autocast,sync_batchnorm --no-locate \
     --json judge.json
-  step "step times" part steps 480 1 "$python" -m benchmarks.step --device cuda --rounds 6 --json steps.json
+  step "step times" part steps 480 1 "$python" -m benchmarks.step --models gpt,linears --device cuda --rounds 6 \
+    --json steps.json
   step trace part trace 180 0 "$python" -m ddpopt tune gpt --nproc "$ranks" --device cuda --mode ddpopt-inline \
     --json tune.json --trace trace.json
 fi
