@@ -24,4 +24,6 @@ def each_case() -> list[Any]:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("case", "strategy"), each_case(), ids=lambda value: getattr(value, "name", value))
 def test_a_case_has_eager_gradients_and_planned_buckets(case: Case, strategy: Strategy, ranks: Ranks) -> None:
+    if (ranks.backend, case.name) == ("nccl", "recommender"):
+        pytest.skip("NCCL cannot sum sparse gradients, in eager DDP either")
     assert_trains_as_eager(case, strategy, ranks)
