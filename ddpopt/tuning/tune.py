@@ -6,13 +6,11 @@ sent as a bucket for each class (dtype and device; a sparse gradient is a class 
 their last gradients. So with one class no other buckets end the step earlier.
 
 Where a run may begin at several gradients and be back equally early, it begins at the last one that leaves it
-`FINEST` of all bytes, or else at the first. Then a bucket is merged with the next one of its class if the
-step ends no later, neither on the measured link nor on a somewhat faster or slower one (`LINKS`), even
-if the merged bucket is complete somewhat later than measured (`LATE`): computation is not regular, and a
-large bucket that comes late leaves the link idle for long.
+`FINEST` of all bytes, or else at the first. Then buckets of one class that wait for the link together are
+merged, if they would also on a faster one (`FASTER`), and with gradients that are complete later than
+measured (`LATE`). So no gradient is sent later for a merge, and the end stays as early.
 """
 
-import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -24,18 +22,16 @@ from ddpopt.planning.bucket_rule import ParamSpec
 from ddpopt.planning.plan import Bucket, Plan
 from ddpopt.tuning.records import LARGEST, Gradient, Link, Profile
 
-LINKS = (1.0, 0.8, 1.25)
-"""The links on which a merge must not delay the end: how many times as long as measured all-reduces take."""
+FASTER = 0.8
+"""All-reduces take so many times as long as measured on the link for which merged buckets have to wait."""
 FINEST = 0.05
 """The share of all bytes that a run has at least, if it is back as early as with fewer."""
 LATE = 0.25
-"""How much longer the gradients of a merged bucket may take to be complete without delaying the end."""
+"""How much longer the gradients of a merged bucket may take to be complete, and still wait."""
 ROUNDING = 1e-12
 """The relative difference of two times that are equal."""
 Unit = tuple[Gradient, ...]
 """Gradients that are sent together: one bucket."""
-Times = Sequence[float]
-"""A time for each of `LINKS`."""
 
 
 def tune(profile: Profile, link: Link, most_bytes: float = LARGEST) -> Plan:
@@ -51,11 +47,9 @@ def tune(profile: Profile, link: Link, most_bytes: float = LARGEST) -> Plan:
         A plan with these buckets and no segments, for `ddpopt.impose`.
     """
     order = sorted(profile.gradients, key=lambda gradient: gradient.ready_s)
-    latency_s, per_byte = link.latency_s, link.seconds_per_byte
-    links = [replace(link, latency_s=x * latency_s, seconds_per_byte=x * per_byte) for x in LINKS]
-    found = _best(order, link, most_bytes)
-    while len(fewer := _merged(found, links, order[-1].ready_s, most_bytes)) < len(found):
-        found = fewer
+    latency_s, per_byte = FASTER * link.latency_s, FASTER * link.seconds_per_byte
+    faster = replace(link, latency_s=latency_s, seconds_per_byte=per_byte)
+    found = _merged(_best(order, link, most_bytes), faster, order[-1].ready_s, most_bytes)
     return plan_of(([g.spec for g in unit] for unit in found), "the step ends earliest with these buckets")
 
 
@@ -102,38 +96,23 @@ def _best(gradients: Sequence[Gradient], link: Link, most: float) -> list[Unit]:
     return found
 
 
-def _merged(buckets: Sequence[Unit], links: Sequence[Link], last_s: float, most: float) -> list[Unit]:
-    """Merge each bucket with the next one of its class, once, if the end is no later on any link."""
-    found = [(_kind(own[-1]), own, sum(each.spec.nbytes for each in own), own[-1].ready_s) for own in buckets]
-
-    def times(free: Times, sent: int, rest: Iterable[Any], old: Iterable[Times], least: int) -> list[Times]:
-        """When each link is free after each bucket, if it is free then and so much was sent before.
-
-        Up to where that is no later than formerly, but for at least some buckets; empty if it is never so.
-        """
-        found: list[Times] = []
-        for (_, _, nbytes, ready_s), was in zip(rest, old, strict=True):
-            delay = sent * links[0].processor_s_per_byte
-            begin = [max(at, ready_s + delay) for at in free]
-            free = [link.back_s(nbytes, at, last_s + delay) for link, at in zip(links, begin, strict=True)]
-            found.append(free)
-            sent += nbytes
-            if len(found) >= least and all(a <= b * (1 + ROUNDING) for a, b in zip(free, was, strict=True)):
-                return found
-        return []
-
-    free: Times = [0.0] * len(links)
-    sent = place = 0
-    after = times(free, sent, found, [[math.inf] * len(links)] * len(found), len(found))
+def _merged(buckets: Sequence[Unit], link: Link, last_s: float, most: float) -> list[Unit]:
+    """Merge each bucket with those of its class that are complete before a link is free for it."""
+    found, free, sent, place = [*buckets], 0.0, 0.0, 0
     while place < len(found):
-        kind, unit, nbytes, _ = found[place]
-        other = next((n for n in range(place + 1, len(found)) if found[n][0] == kind), place)
-        _, added, more, ready_s = found[other]
-        if other > place and nbytes + more <= most:
-            late_s = LATE * (ready_s - unit[0].ready_s)
-            merged = [*found[place + 1 : other], (kind, unit + added, nbytes + more, ready_s + late_s)]
-            rest = itertools.chain(merged, itertools.islice(found, other + 1, None))
-            if new := times(free, sent, rest, after[place + 1 :], len(merged)):
-                found[place : other + 1], after[place : place + len(new) + 1] = merged, new
-        free, sent, place = after[place], sent + found[place][2], place + 1
-    return [unit for _, unit, _, _ in found]
+        unit, delay = found[place], sent * link.processor_s_per_byte
+        begin = max(free, unit[-1].ready_s + delay)
+        kind = _kind(unit[-1])
+        other = next((n for n in range(place + 1, len(found)) if _kind(found[n][-1]) == kind), place)
+        both, ready_s = unit + found[other], found[other][-1].ready_s
+        late_s = LATE * (ready_s - unit[0].ready_s)
+        if other > place and ready_s + late_s + delay <= begin and _bytes(both) <= most:
+            found[place : other + 1] = [*found[place + 1 : other], both]
+            continue
+        free = link.back_s(_bytes(unit), begin, last_s + delay)
+        sent, place = sent + _bytes(unit), place + 1
+    return found
+
+
+def _bytes(unit: Unit) -> float:
+    return sum(gradient.spec.nbytes for gradient in unit)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ddpopt.planning.bucket_rule import ParamSpec
 from ddpopt.tuning.records import Gradient, Link, Profile
 from ddpopt.tuning.simulate import Timeline, simulate
-from ddpopt.tuning.tune import LATE, LINKS, plan_of, tune
+from ddpopt.tuning.tune import FASTER, LATE, plan_of, tune
 
 LINK = Link(1e-3, 1e-4, 0.0, 1.0, 0.0, "gloo", 2, {})
 times = st.integers(0, 40).map(lambda tenths: tenths / 10)
@@ -83,18 +83,13 @@ def delayed(drawn: Sequence[Gradient], which: Sequence[Gradient], by: float) -> 
     return [replace(each, ready_s=each.ready_s + by_s * (each in which)) for each in drawn]
 
 
-def merged(units: Sequence[Sequence[Gradient]]) -> Iterator[tuple[list[Sequence[Gradient]], list[Gradient]]]:
-    """With one bucket more in the next one of its class; and that one."""
-    for place, bucket in enumerate(units):
-        for other in range(place + 1, len(units)):
-            if kind(units[other][0]) == kind(bucket[0]):
-                joined = [*bucket, *units[other]]
-                yield [*units[:place], *units[place + 1 : other], joined, *units[other + 1 :]], joined
-                break
+def following(units: Sequence[Sequence[Gradient]], place: int) -> Sequence[Gradient]:
+    """The next bucket of the same class; empty if there is none."""
+    return next((other for other in units[place + 1 :] if kind(other[0]) == kind(units[place][0])), [])
 
 
 @given(gradients(10), links, st.sampled_from([math.inf, 4, 9]))
-def test_no_division_of_the_ready_order_ends_earlier_and_no_merge_ends_as_early(
+def test_no_division_of_the_ready_order_ends_earlier_and_what_waits_together_is_merged(
     drawn: list[Gradient], link: Link, most: float
 ) -> None:
     tuned = tuned_of(drawn, link, most)
@@ -102,15 +97,13 @@ def test_no_division_of_the_ready_order_ends_earlier_and_no_merge_ends_as_early(
     assert all(fits(bucket, most) and len({*map(kind, bucket)}) == 1 for bucket in tuned)
     end = back_s(tuned, drawn, link)
     assert end <= min(back_s(each, drawn, link) for each in divisions(drawn, most)) * (1 + 1e-9)
-    shares = [
-        replace(link, latency_s=share * link.latency_s, seconds_per_byte=share * link.seconds_per_byte)
-        for share in LINKS
-    ]
-    ends = [back_s(tuned, drawn, each) for each in shares]
-    for other, joined in merged(tuned):
-        if all(fits(bucket, most) for bucket in other):
-            late = delayed(drawn, joined, LATE)
-            assert any(back_s(other, late, each) > end for each, end in zip(shares, ends, strict=True))
+    per_byte = FASTER * link.seconds_per_byte
+    faster = replace(link, latency_s=FASTER * link.latency_s, seconds_per_byte=per_byte)
+    for place, sent in enumerate(step_of(tuned, profile_of(drawn), faster).buckets):
+        if (other := following(tuned, place)) and fits([*tuned[place], *other], most):
+            delay_s = link.processor_s_per_byte * sum(g.spec.nbytes for b in tuned[:place] for g in b)
+            late_s = LATE * (other[-1].ready_s - tuned[place][0].ready_s)
+            assert other[-1].ready_s + late_s + delay_s > sent.sent_s
 
 
 def test_a_bucket_that_is_somewhat_late_leaves_no_gap_on_the_link() -> None:
