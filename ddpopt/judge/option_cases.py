@@ -135,7 +135,7 @@ class Nested(nn.Module):
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup) -> None:
         super().__init__()
-        device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+        device = "cuda" if "nccl" in dist.get_backend(group) else "cpu"
         self.inner = DistributedDataParallel(model.to(device), process_group=group)
         dtypes = [p.dtype for p in model.parameters() if p.is_floating_point()]
         self.scale = nn.Parameter(torch.ones(WIDTH, dtype=dtypes[0] if dtypes else None))

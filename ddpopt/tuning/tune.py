@@ -8,7 +8,7 @@ their last gradients. So with one class no other buckets end the step earlier.
 Where a run may begin at several gradients and be back equally early, it begins at the last one that leaves it
 `FINEST` of all bytes, or else at the first. Then buckets of one class that wait for the link together are
 merged, if they would also on a faster one (`FASTER`), and with gradients that are complete later than
-measured (`LATE`). So no gradient is sent later for a merge, and the end stays as early.
+measured (`LATE`). So no merge leaves the link idle, and the end stays as early.
 """
 
 import math
