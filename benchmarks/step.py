@@ -11,8 +11,8 @@ Two ranks of one thread each train a model on two emulated hosts (`benchmarks.ne
 All modes take turns in one run, a few steps each round, so that a busy minute affects all of them. Ratios use
 the fastest steps, because other load only adds time. *Exposed* is the share of all-reduce time that is not
 hidden by computation, the median of some steps under torch's profiler
-(`benchmarks.step_trace.exposed_share`); *peak* is the peak memory of a step beyond the memory held before it
-(weights and buckets).
+(`benchmarks.step_trace.exposed_share`); *peak* is the peak memory of a step beyond the weights, with DDP's
+buckets where they take memory (a CPU's pages that are never written, as in `step`, do not).
 
 The *physical limit* of a step is computed from parts that are measured separately, in the same rounds and as
 often as a step; again the fastest count:

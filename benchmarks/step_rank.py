@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.devices import CPU, CUDA, device_of, elapsed, elapsed_together, larger_of_both, now
-from benchmarks.step_modes import EAGER, MODES, TORCH, WHOLE, Mode
+from benchmarks.step_modes import EAGER, MODES, STEP, TORCH, WHOLE, Mode
 from benchmarks.step_trace import exposed_share
 from benchmarks.step_workloads import WORKLOADS
 from ddpopt.observation.reducer_buckets import running_buckets
@@ -60,7 +60,7 @@ class Figures:
         steps_s: by mode, two steps for each round.
         parts: the results of `Parts.measure`, equally many.
         exposed: by mode, the exposed share of each traced step; empty if steps cannot be traced.
-        peak_bytes: by mode, the peak memory of a step beyond the memory held before it.
+        peak_bytes: by mode, the peak memory of a step, with DDP's buckets if it writes to them.
     """
 
     model: str
@@ -150,10 +150,15 @@ def _traced(modes: Mapping[str, Mode], rounds: int) -> dict[str, list[Timeline]]
 
 
 def _peak(mode: Mode) -> int:
-    """The peak memory of a step that follows a step of the same mode."""
+    """The peak memory of a step that follows a step of the same mode, with the buckets that it writes to.
+
+    `ddpopt.train_step` reduces its own buffers. A CPU has no memory for pages that are never written.
+    """
     mode.step()
     dist.barrier()
-    return peak_bytes(mode.step, mode.device)
+    untouched = mode.name == STEP and mode.device.type == CPU
+    buckets = 0 if untouched else sum(bucket.nbytes for bucket in running_buckets(mode.ddp))
+    return peak_bytes(mode.step, mode.device) + buckets
 
 
 def _warm_up(backend: str, device: torch.device) -> None:

@@ -1,8 +1,9 @@
 """``ddpopt tune`` and ``ddpopt link``: profile a case on ranks, tune its buckets, and compare them.
 
-One compiled module runs all plans in turns, so that a busy minute affects all of them, and the profile that
-predicts them. Equal buckets are measured once. The cuts of the strategy ``split`` are compiled for one plan;
-there each plan has one long turn, after compiling again.
+One compiled module runs all plans in turns, every second turn backwards, so that a busy minute affects all of
+them, and the profile that predicts them. How much sending delays the model's computation is measured in more
+steps with the tuned plan. Equal buckets are measured once. The cuts of the strategy ``split`` are compiled
+for one plan; there each plan has one long turn, after compiling again.
 """
 
 import json
@@ -25,9 +26,9 @@ from ddpopt.planning.plan import Plan
 from ddpopt.ranks.group import Ranks
 from ddpopt.tuning.measure_link import measure_link
 from ddpopt.tuning.observed import record
-from ddpopt.tuning.recording import Course, Value, Watch, require_profilable
+from ddpopt.tuning.recording import Course, Value, Watch, require_profilable, slowest
 from ddpopt.tuning.records import LARGEST, Link, Profile
-from ddpopt.tuning.simulate import Timeline, simulate
+from ddpopt.tuning.simulate import Timeline, calibrated, simulate
 from ddpopt.tuning.tune import plan_of, tune
 
 STRATEGIES = {"ddpopt-inline": "inline", "ddpopt-split": "split", "eager": "eager"}
@@ -65,7 +66,7 @@ class Tuned:
 
     Attributes:
         profile: of the case.
-        link: of its ranks, or the one that was given.
+        link: of its ranks, as it delays this case; or the one that was given.
         rows: DDP's default, the given cap if there is one, and the tuned buckets.
         observed: one step with the tuned buckets, on each rank; empty on GPUs.
     """
@@ -122,9 +123,18 @@ def tuned_on(
         trainee.use(held, holds=True)
         return trainee.run(watch.profiled(steps, strategy))
 
+    def delayed(link: Link, steps: int) -> Link:
+        trainee.use(plans["tuned"])
+        for _ in range(steps):
+            watch.ddp._set_ddp_runtime_logging_sample_rate(1)
+            trainee.step()
+            computed.append([max(watch.ddp.reducer.get_backward_stats()) / 1e9])
+        [computed_s] = slowest(computed, watch.ddp.process_group, ranks.device)
+        return calibrated(link, plans["tuned"], profile, computed_s)
+
     profile = profiled(PROFILED)
-    order = [gradient.spec for gradient in profile.gradients]
-    link = link or link_on(ranks, watch.ddp.process_group)
+    order, computed = [gradient.spec for gradient in profile.gradients], list[list[float]]()
+    is_given, link = link is not None, link or link_on(ranks, watch.ddp.process_group)
     plans = {}
     given = {cap: kwargs[cap] for cap in CAPS if cap in kwargs}
     for limits in ({}, given, *({CAPS[0]: cap} for cap in caps)):
@@ -134,18 +144,19 @@ def tuned_on(
     plans["tuned"] = tune(profile, link, most_bytes)
     by_buckets = {plan.fingerprint: plan for plan in plans.values()}
     measured: dict[str, list[float]] = {each: [] for each in by_buckets}
-    turns = 1 if strategy == "split" else TURNS
+    turns, steps = (1, TURNS * A_TURN) if strategy == "split" else (TURNS, A_TURN)
     for turn in range(turns):
         profile = profiled(A_TURN)
-        for each, plan in by_buckets.items():
+        link = link if is_given else delayed(link, steps)
+        for each, plan in [*by_buckets.items()][:: -1 if turn % 2 else 1]:
             ranks.emit(f"turn {turn + 1} of {turns}: {len(plan.buckets)} buckets")
             trainee.use(plan)
-            measured[each] += trainee.run(watch.steps(A_TURN * TURNS // turns))
+            measured[each] += trainee.run(watch.steps(steps))
     trainee.use(plans["tuned"])
-    slowest = {each: tuple(map(max, zip(*ranks.gather(own), strict=True))) for each, own in measured.items()}
+    longest = {each: tuple(map(max, zip(*ranks.gather(own), strict=True))) for each, own in measured.items()}
     step = record(trainee.step, running_buckets(watch.ddp)) if ranks.device.type == "cpu" else None
     observed = tuple(each for each in ranks.gather(step) if each)
-    rows = [Row(name, p, simulate(p, profile, link), slowest[p.fingerprint]) for name, p in plans.items()]
+    rows = [Row(name, p, simulate(p, profile, link), longest[p.fingerprint]) for name, p in plans.items()]
     return Tuned(profile, link, tuple(rows), observed)
 
 

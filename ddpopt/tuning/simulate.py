@@ -18,11 +18,15 @@ Invariant: equal inputs give equal timelines.
 """
 
 import math
-from dataclasses import dataclass
+from bisect import bisect_left
+from dataclasses import dataclass, replace
 
 from ddpopt.errors import UsageError
 from ddpopt.planning.plan import Plan
 from ddpopt.tuning.records import Link, Profile
+
+PARTS = 256
+"""The steps in which the delay of a byte is calibrated, up to the time of sending it."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +111,23 @@ def simulate(plan: Plan, profile: Profile, link: Link) -> Timeline:
         delay += work
     reduced = begin + max(computed, free)
     return Timeline(tuple(found), begin, begin + computed, reduced, reduced + profile.update_s)
+
+
+def calibrated(link: Link, plan: Plan, profile: Profile, computed_s: float) -> Link:
+    """The link, with the delay that a model's computation had while buckets were sent.
+
+    Args:
+        link: of the process group.
+        plan: the buckets.
+        profile: of the model.
+        computed_s: when the last gradient was complete, in seconds after backward began.
+
+    Returns:
+        A link with another `processor_s_per_byte`.
+    """
+    end_s, per_byte = profile.forward_s + computed_s, link.seconds_per_byte
+    links = [replace(link, processor_s_per_byte=part / PARTS * per_byte) for part in range(PARTS + 1)]
+    return links[bisect_left(links, end_s, hi=PARTS, key=lambda of: simulate(plan, profile, of).backward_s)]
 
 
 def _delayed(computed: float, start: float, end: float, work: float) -> float:

@@ -34,7 +34,7 @@ def with_pinned_models(test: Test) -> Test:
     return test
 
 
-@share(0.04)
+@share(0.02)
 @given(models(without={"cond"}, max_steps=5))
 @with_pinned_models
 def test_a_compiled_step_is_an_eager_one_and_has_the_predicted_plan(alone: Ranks, drawn: DrawnModel) -> None:

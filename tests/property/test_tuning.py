@@ -4,7 +4,6 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from unittest.mock import patch
 
 import pytest
 from hypothesis import given
@@ -12,8 +11,8 @@ from hypothesis import strategies as st
 
 from ddpopt.planning.bucket_rule import ParamSpec
 from ddpopt.tuning.records import Gradient, Link, Profile
-from ddpopt.tuning.simulate import Timeline, simulate
-from ddpopt.tuning.tune import FASTER, FINEST, LATE, plan_of, tune
+from ddpopt.tuning.simulate import Timeline, calibrated, simulate
+from ddpopt.tuning.tune import FASTER, FINEST, LATE, _best, plan_of, tune
 from tests.profiles import share
 
 LINK = Link(1e-3, 1e-4, 0.0, 1.0, 0.0, "gloo", 2, {})
@@ -24,17 +23,14 @@ times = st.integers(0, 40).map(lambda tenths: tenths / 10)
 def gradients(draw: st.DrawFn, most: int = 14) -> list[Gradient]:
     each = [("float32", False), ("float32", False), ("bfloat16", False), ("float32", True)]
     kinds = st.sampled_from(draw(st.sampled_from([each[:1], each])))
-    count = draw(st.sampled_from([most, most, *range(1, most)]))
-    ready = sorted(draw(st.lists(times, min_size=count, max_size=count)))
-    found = []
-    for index, ready_s in enumerate(ready):
-        dtype, sparse = draw(kinds)
-        found.append(Gradient(ParamSpec(f"p{index}", draw(st.integers(1, 5)), dtype, "cpu", sparse), ready_s))
-    return found
+    ready = sorted(draw(st.lists(times, min_size=draw(st.sampled_from([1, most])), max_size=most)))
+    sizes = [(draw(st.integers(1, 5)), *draw(kinds)) for _ in ready]
+    specs = [ParamSpec(f"p{n}", size, dtype, "cpu", sparse) for n, (size, dtype, sparse) in enumerate(sizes)]
+    return [*map(Gradient, specs, ready)]
 
 
 links = st.builds(
-    lambda a, b, c, busy: Link(a, b, c, busy, 0.0, "gloo", 2, {}),
+    lambda a, b, c, busy: Link(a, b, min(b, c), busy, 0.0, "gloo", 2, {}),
     times.map(lambda t: t / 4),
     times.map(lambda t: t / 8),
     times.map(lambda t: t / 20),
@@ -87,11 +83,6 @@ def delayed(drawn: Sequence[Gradient], which: Sequence[Gradient], by: float) -> 
     return [replace(g, ready_s=g.ready_s + late_s.get(g.spec.name, 0.0)) for g in drawn]
 
 
-def following(units: Sequence[Sequence[Gradient]], place: int) -> Sequence[Gradient]:
-    """The next bucket of the same class; empty if there is none."""
-    return next((other for other in units[place + 1 :] if kind(other[0]) == kind(units[place][0])), [])
-
-
 @share(4)
 @given(gradients(10), links, st.sampled_from([math.inf, 4, 9]))
 def test_no_division_of_the_ready_order_ends_earlier_and_what_waits_together_is_merged(
@@ -103,13 +94,13 @@ def test_no_division_of_the_ready_order_ends_earlier_and_what_waits_together_is_
     least = min(back_s(each, drawn, link) for each in divisions(drawn, most))
     assert back_s(tuned, drawn, link) <= least * (1 + 1e-9)
     faster = replace(link, **{n: FASTER * getattr(link, n) for n in ("latency_s", "seconds_per_byte")})
-    with patch("ddpopt.tuning.tune._merged", lambda found, *_: found):
-        apart = tuned_of(drawn, link, most)
+    apart = _best(drawn, link, most)
     rounding = 1e-9 if len({*map(kind, drawn)}) == 1 else 1e-2  # classes delay each other
     for late in (delayed(drawn, bucket, LATE) for bucket in tuned):
         assert back_s(tuned, late, faster) <= back_s(apart, late, faster) * (1 + rounding)
     for place, sent in enumerate(step_of(tuned, profile_of(drawn), faster).buckets):
-        if (other := following(tuned, place)) and fits([*tuned[place], *other], most):
+        other = next((o for o in tuned[place + 1 :] if kind(o[0]) == kind(tuned[place][0])), [])
+        if other and fits([*tuned[place], *other], most):
             delay_s = link.processor_s_per_byte * sum(g.spec.nbytes for b in tuned[:place] for g in b)
             late_s = LATE * (other[-1].ready_s - tuned[place][0].ready_s)
             assert other[-1].ready_s + late_s + delay_s > sent.sent_s
@@ -120,9 +111,17 @@ def test_where_nothing_waits_buckets_are_few() -> None:
     assert 2 < len(tuned_of(drawn, replace(LINK, seconds_per_byte=0), math.inf)) <= 1 / FINEST + 1
 
 
+@given(gradients(), links)
+def test_a_calibrated_link_delays_the_computation_as_measured(drawn: list[Gradient], link: Link) -> None:
+    plan, profile = plan_of(([g.spec] for g in drawn), ""), replace(profile_of(drawn), forward_s=1.0)
+    end_s = simulate(plan, profile, link).backward_s
+    found = calibrated(replace(link, processor_s_per_byte=0.0), plan, profile, end_s - profile.forward_s)
+    assert simulate(plan, profile, found).backward_s == pytest.approx(end_s, 0.02)
+
+
 @pytest.mark.parametrize(("sparse", "dtypes", "count"), [(0, 2, 5000), (26, 1, 36), (0, 8, 80)])
 def test_tuning_ends_for_many_gradients_and_for_many_classes(sparse: int, dtypes: int, count: int) -> None:
     specs = [ParamSpec(f"p{n}", 1 + n % 7, f"dtype {n % dtypes}", "cpu", n < sparse) for n in range(count)]
     tuned = tuned_of([Gradient(spec, n * 1e-3) for n, spec in enumerate(specs)], LINK, 5)
-    assert sorted(g.spec.name for b in tuned for g in b) == sorted(spec.name for spec in specs)
+    assert sum(map(len, tuned)) == count
     assert all(len({g.spec.dtype for g in bucket}) == 1 for bucket in tuned)
