@@ -146,8 +146,8 @@ def tuned_on(
     measured: dict[str, list[float]] = {each: [] for each in by_buckets}
     turns, steps = (1, TURNS * A_TURN) if strategy == "split" else (TURNS, A_TURN)
     for turn in range(turns):
-        profile = profiled(A_TURN)
-        link = link if is_given else delayed(link, steps)
+        profile = profiled(2 * A_TURN)  # more than of one plan, as all predictions depend on it
+        link = link if is_given else delayed(link, 2 * steps)
         for each, plan in [*by_buckets.items()][:: -1 if turn % 2 else 1]:
             ranks.emit(f"turn {turn + 1} of {turns}: {len(plan.buckets)} buckets")
             trainee.use(plan)

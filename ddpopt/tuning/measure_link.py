@@ -43,7 +43,8 @@ def measure_link(group: Any, device: torch.device) -> Link:
     buffers = [torch.split(memory[: count * size // 4], size // 4) for count, size in streams]
     # round after round, so that a busy moment is in one time of each stream; the first one warms up
     own = [[_stream_s(group, device, each) for each in buffers] for _ in range(REPEATS + 1)]
-    times, nbytes = _typical(own[1:], group, device), [count * size for count, size in streams]
+    # other load only adds time
+    times, nbytes = _typical(own[1:], group, device, 0.25), [count * size for count, size in streams]
     latency = linear_regression(COUNTS, times[: len(COUNTS)], proportional=True).slope  # of the smallest
     per_byte = linear_regression(nbytes, times, proportional=True).slope  # the large ones decide
     each = zip(streams, nbytes, times, strict=True)
@@ -54,11 +55,13 @@ def measure_link(group: Any, device: torch.device) -> Link:
     return Link(latency, per_byte, min(processor, per_byte), busy, residual, backend, size, conditions())
 
 
-def _typical(rows: Sequence[Sequence[float]], group: Any, device: torch.device) -> list[float]:
-    """Medians of the columns, on average over the ranks: the largest would be noise of one of them."""
-    medians = torch.tensor(rows, dtype=torch.float64, device=device).quantile(0.5, 0)
-    dist.all_reduce(medians, group=group)
-    return [*map(float, medians / dist.get_world_size(group))]
+def _typical(
+    rows: Sequence[Sequence[float]], group: Any, device: torch.device, q: float = 0.5
+) -> list[float]:
+    """Quantiles of the columns, on average over the ranks: the largest would be noise of one of them."""
+    found = torch.tensor(rows, dtype=torch.float64, device=device).quantile(q, 0)
+    dist.all_reduce(found, group=group)
+    return [*map(float, found / dist.get_world_size(group))]
 
 
 def _stream_s(group: Any, device: torch.device, buffers: Sequence[Tensor]) -> float:

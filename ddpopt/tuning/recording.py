@@ -36,7 +36,7 @@ from ddpopt.tuning.tune import plan_of
 
 Value = TypeVar("Value")
 Course = Generator[None, None, Value]
-LATEST = 40
+LATEST = 80
 """Of more measured steps, so many count."""
 
 
