@@ -55,9 +55,7 @@ def measure_link(group: Any, device: torch.device) -> Link:
     return Link(latency, per_byte, min(processor, per_byte), busy, residual, backend, size, conditions())
 
 
-def _typical(
-    rows: Sequence[Sequence[float]], group: Any, device: torch.device, q: float = 0.5
-) -> list[float]:
+def _typical(rows: Sequence[Any], group: Any, device: torch.device, q: float = 0.5) -> list[float]:
     """Quantiles of the columns, on average over the ranks: the largest would be noise of one of them."""
     found = torch.tensor(rows, dtype=torch.float64, device=device).quantile(q, 0)
     dist.all_reduce(found, group=group)

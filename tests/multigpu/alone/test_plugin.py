@@ -1,6 +1,6 @@
 """The plugin in a user's suite: a rank that fails, stalls or dies fails its test, and leaves nothing behind.
 
-Each suite stands in a folder of its own, and runs as its user would run it: under plain pytest, under xdist,
+Each suite has a folder of its own, and runs as its user would run it: under plain pytest, under xdist,
 and under torchrun.
 """
 
