@@ -34,7 +34,7 @@ from ddpopt.tuning.tune import plan_of, tune
 STRATEGIES = {"ddpopt-inline": "inline", "ddpopt-split": "split", "eager": "eager"}
 """By mode."""
 CAPS = ("bucket_cap_mb", "bucket_cap_mb_list")
-WARM_UP, PROFILED, TURNS, A_TURN = 3, 20, 20, 2
+WARM_UP, PROFILED, TURNS, A_TURN = 3, 20, 30, 2
 """Steps until all is compiled, profiled steps, turns of each plan, and measured steps in a turn."""
 
 

@@ -36,7 +36,7 @@ from ddpopt.tuning.tune import plan_of
 
 Value = TypeVar("Value")
 Course = Generator[None, None, Value]
-LATEST = 80
+LATEST = 120
 """Of more measured steps, so many count."""
 
 
