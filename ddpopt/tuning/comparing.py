@@ -130,7 +130,7 @@ def tuned_on(
             trainee.step()
             computed.append([max(watch.ddp.reducer.get_backward_stats()) / 1e9])
         [computed_s] = slowest(computed, watch.ddp.process_group, ranks.device)
-        return calibrated(link, plans["tuned"], profile, computed_s)
+        return calibrated(link, plans["tuned"], profile, profile.forward_s + computed_s)
 
     profile = profiled(PROFILED)
     order, computed = [gradient.spec for gradient in profile.gradients], list[list[float]]()

@@ -36,8 +36,6 @@ from ddpopt.tuning.tune import plan_of
 
 Value = TypeVar("Value")
 Course = Generator[None, None, Value]
-LATEST = 120
-"""Of more measured steps, so many count."""
 
 
 def now(device: torch.device) -> Any:
@@ -146,7 +144,7 @@ class Watch:
             strategy: how the module runs.
 
         Returns:
-            The profile of the latest steps, equal on all ranks.
+            The profile of all steps so far, equal on all ranks.
 
         Raises:
             UsageError: a step did not reduce.
@@ -169,11 +167,8 @@ class Watch:
 
 
 def slowest(rows: Sequence[Sequence[float]], group: Any, device: torch.device) -> list[float]:
-    """Medians of the columns, if of each value the largest of all ranks counts; each must call this.
-
-    Only the latest rows count, which were measured next to what they predict.
-    """
-    times = torch.tensor(rows[-LATEST:], dtype=torch.float64, device=device)
+    """Medians of the columns, if of each value the largest of all ranks counts; each must call this."""
+    times = torch.tensor(rows, dtype=torch.float64, device=device)
     dist.all_reduce(times, dist.ReduceOp.MAX, group)
     return [*map(float, times.quantile(0.5, 0))]
 

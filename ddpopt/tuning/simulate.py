@@ -113,20 +113,19 @@ def simulate(plan: Plan, profile: Profile, link: Link) -> Timeline:
     return Timeline(tuple(found), begin, begin + computed, reduced, reduced + profile.update_s)
 
 
-def calibrated(link: Link, plan: Plan, profile: Profile, computed_s: float) -> Link:
+def calibrated(link: Link, plan: Plan, profile: Profile, end_s: float) -> Link:
     """The link, with the delay that a model's computation had while buckets were sent.
 
     Args:
         link: of the process group.
         plan: the buckets.
         profile: of the model.
-        computed_s: when the last gradient was complete, in seconds after backward began.
+        end_s: when the last gradient was complete, in seconds after the step began.
 
     Returns:
         A link with another `processor_s_per_byte`.
     """
-    end_s, per_byte = profile.forward_s + computed_s, link.seconds_per_byte
-    links = [replace(link, processor_s_per_byte=part / PARTS * per_byte) for part in range(PARTS + 1)]
+    links = [replace(link, processor_s_per_byte=link.seconds_per_byte * n / PARTS) for n in range(PARTS + 1)]
     return links[bisect_left(links, end_s, hi=PARTS, key=lambda of: simulate(plan, profile, of).backward_s)]
 
 

@@ -8,7 +8,7 @@ their last gradients. So with one class no other buckets end the step earlier.
 Where a run may begin at several gradients and be back equally early, it begins at the last one that leaves it
 `FINEST` of all bytes, or else at the first. Then buckets of one class that wait for the link together are
 merged, if they would also on a faster one (`FASTER`), and with gradients that are complete later than
-measured (`LATE`). So no merge leaves the link idle, and the end stays as early.
+measured (`LATE`). So no merge leaves the link idle; if the end is later all the same, nothing is merged.
 """
 
 import math
@@ -21,6 +21,7 @@ import torch
 from ddpopt.planning.bucket_rule import ParamSpec
 from ddpopt.planning.plan import Bucket, Plan
 from ddpopt.tuning.records import LARGEST, Gradient, Link, Profile
+from ddpopt.tuning.simulate import simulate
 
 FASTER = 0.8
 """All-reduces take so many times as long as measured on the link for which merged buckets have to wait."""
@@ -47,10 +48,12 @@ def tune(profile: Profile, link: Link, most_bytes: float = LARGEST) -> Plan:
         A plan with these buckets and no segments, for `ddpopt.impose`.
     """
     order = sorted(profile.gradients, key=lambda gradient: gradient.ready_s)
-    latency_s, per_byte = FASTER * link.latency_s, FASTER * link.seconds_per_byte
-    faster = replace(link, latency_s=latency_s, seconds_per_byte=per_byte)
-    found = _merged(_best(order, link, most_bytes), faster, order[-1].ready_s, most_bytes)
-    return plan_of(([g.spec for g in unit] for unit in found), "the step ends earliest with these buckets")
+    faster = replace(link, latency_s=FASTER * link.latency_s, seconds_per_byte=FASTER * link.seconds_per_byte)
+    apart = _best(order, link, most_bytes)
+    found = _merged(apart, faster, order[-1].ready_s, most_bytes), apart
+    plans = [plan_of(([g.spec for g in unit] for unit in each), "the step ends earliest") for each in found]
+    # where there are several classes, a merge may change what delays what
+    return min(plans, key=lambda plan: round(simulate(plan, profile, link).buckets[-1].back_s, 9))
 
 
 def plan_of(groups: Iterable[Sequence[ParamSpec]], reason: str) -> Plan:

@@ -93,14 +93,14 @@ def test_no_division_of_the_ready_order_ends_earlier_and_what_waits_together_is_
     assert all(fits(bucket, most) and len({*map(kind, bucket)}) == 1 for bucket in tuned)
     least = min(back_s(each, drawn, link) for each in divisions(drawn, most))
     assert back_s(tuned, drawn, link) <= least * (1 + 1e-9)
+    if len({*map(kind, drawn)}) > 1:  # merges may be undone
+        return
     faster = replace(link, **{n: FASTER * getattr(link, n) for n in ("latency_s", "seconds_per_byte")})
     apart = _best(drawn, link, most)
-    rounding = 1e-9 if len({*map(kind, drawn)}) == 1 else 1e-2  # classes delay each other
     for late in (delayed(drawn, bucket, LATE) for bucket in tuned):
-        assert back_s(tuned, late, faster) <= back_s(apart, late, faster) * (1 + rounding)
-    for place, sent in enumerate(step_of(tuned, profile_of(drawn), faster).buckets):
-        other = next((o for o in tuned[place + 1 :] if kind(o[0]) == kind(tuned[place][0])), [])
-        if other and fits([*tuned[place], *other], most):
+        assert back_s(tuned, late, faster) <= back_s(apart, late, faster) * (1 + 1e-9)
+    for place, sent in enumerate(step_of(tuned, profile_of(drawn), faster).buckets[:-1]):
+        if fits([*tuned[place], *(other := tuned[place + 1])], most):
             delay_s = link.processor_s_per_byte * sum(g.spec.nbytes for b in tuned[:place] for g in b)
             late_s = LATE * (other[-1].ready_s - tuned[place][0].ready_s)
             assert other[-1].ready_s + late_s + delay_s > sent.sent_s
@@ -115,7 +115,7 @@ def test_where_nothing_waits_buckets_are_few() -> None:
 def test_a_calibrated_link_delays_the_computation_as_measured(drawn: list[Gradient], link: Link) -> None:
     plan, profile = plan_of(([g.spec] for g in drawn), ""), replace(profile_of(drawn), forward_s=1.0)
     end_s = simulate(plan, profile, link).backward_s
-    found = calibrated(replace(link, processor_s_per_byte=0.0), plan, profile, end_s - profile.forward_s)
+    found = calibrated(replace(link, processor_s_per_byte=0.0), plan, profile, end_s)
     assert simulate(plan, profile, found).backward_s == pytest.approx(end_s, 0.02)
 
 
