@@ -60,7 +60,7 @@ class Figures:
         steps_s: by mode, two steps for each round.
         parts: the results of `Parts.measure`, equally many.
         exposed: by mode, the exposed share of each traced step; empty if steps cannot be traced.
-        peak_bytes: by mode, the peak memory of a step, with DDP's buckets if it writes to them.
+        peak_bytes: by mode, the peak memory of a step, with DDP's buckets where they take memory.
     """
 
     model: str
@@ -150,7 +150,7 @@ def _traced(modes: Mapping[str, Mode], rounds: int) -> dict[str, list[Timeline]]
 
 
 def _peak(mode: Mode) -> int:
-    """The peak memory of a step that follows a step of the same mode, with the buckets that it writes to.
+    """The peak memory of a step that follows a step of the same mode, with DDP's buckets where they take any.
 
     `ddpopt.train_step` reduces its own buffers. A CPU has no memory for pages that are never written.
     """

@@ -43,7 +43,7 @@ class Row:
             None if there is no other.
         graphs: the number of graphs its backend was given; None for modes that torch does not compile.
         exposed: median share of all-reduce time not hidden by computation; None if no step was traced.
-        peak_bytes: peak memory of a step, with DDP's buckets if it writes to them.
+        peak_bytes: peak memory of a step, with DDP's buckets where they take memory.
         to_whole_peak: ratio of `peak_bytes` to that of the single graph without an optimizer; None if that
             was not measured.
     """

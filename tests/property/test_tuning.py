@@ -91,16 +91,17 @@ def test_no_division_of_the_ready_order_ends_earlier_and_what_waits_together_is_
     tuned = tuned_of(drawn, link, most)
     assert sorted(g.spec.name for b in tuned for g in b) == sorted(g.spec.name for g in drawn)
     assert all(fits(bucket, most) and len({*map(kind, bucket)}) == 1 for bucket in tuned)
-    least = min(back_s(each, drawn, link) for each in divisions(drawn, most))
-    assert back_s(tuned, drawn, link) <= least * (1 + 1e-9)
-    if len({*map(kind, drawn)}) > 1:  # merges may be undone
+    ends = [back_s(each, drawn, link) for each in (tuned, *divisions(drawn, most))]
+    assert ends[0] <= min(ends[1:]) * (1 + 1e-9)
+    if len({*map(kind, drawn)}) > 1 and link.busy > 1:  # merges may be undone
         return
     faster = replace(link, **{n: FASTER * getattr(link, n) for n in ("latency_s", "seconds_per_byte")})
     apart = _best(drawn, link, most)
     for late in (delayed(drawn, bucket, LATE) for bucket in tuned):
         assert back_s(tuned, late, faster) <= back_s(apart, late, faster) * (1 + 1e-9)
-    for place, sent in enumerate(step_of(tuned, profile_of(drawn), faster).buckets[:-1]):
-        if fits([*tuned[place], *(other := tuned[place + 1])], most):
+    for place, sent in enumerate(step_of(tuned, profile_of(drawn), faster).buckets):
+        other = next((o for o in tuned[place + 1 :] if kind(o[0]) == kind(tuned[place][0])), [])
+        if other and fits([*tuned[place], *other], most):
             delay_s = link.processor_s_per_byte * sum(g.spec.nbytes for b in tuned[:place] for g in b)
             late_s = LATE * (other[-1].ready_s - tuned[place][0].ready_s)
             assert other[-1].ready_s + late_s + delay_s > sent.sent_s
@@ -123,5 +124,4 @@ def test_a_calibrated_link_delays_the_computation_as_measured(drawn: list[Gradie
 def test_tuning_ends_for_many_gradients_and_for_many_classes(sparse: int, dtypes: int, count: int) -> None:
     specs = [ParamSpec(f"p{n}", 1 + n % 7, f"dtype {n % dtypes}", "cpu", n < sparse) for n in range(count)]
     tuned = tuned_of([Gradient(spec, n * 1e-3) for n, spec in enumerate(specs)], LINK, 5)
-    assert sum(map(len, tuned)) == count
-    assert all(len({g.spec.dtype for g in bucket}) == 1 for bucket in tuned)
+    assert sum(len({g.spec.dtype for g in b}) == 1 and len(b) for b in tuned) == count
