@@ -4,17 +4,12 @@ Collectives keep their order, which is the same on all ranks. Only what one of t
 comes before it, so that it starts early. What remains is sorted by the last collective that it waits for:
 parameters whose gradients have arrived are updated while later buckets are still sent.
 
-One thing comes before the last collective without need: updates by the first ones, which send no more than
-half of what is sent before the last one. The other half keeps the link busy meanwhile, and the memory of
-those buckets is free for the last gradients.
-
 Invariant: the program is the same. Operations that draw random numbers, and those that share memory with one
 that writes, keep their order.
 """
 
 import hashlib
 import inspect
-import itertools
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -22,7 +17,6 @@ from typing import Any
 import torch
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
-from torch.utils._pytree import tree_leaves
 
 from ddpopt.graph.effects import written_storages
 from ddpopt.graph.nodes import body_nodes, read_storages, storages
@@ -80,21 +74,10 @@ def _by_need(nodes: list[fx.Node], before: Before) -> list[fx.Node]:
         own = number.get(node.all_input_nodes[0], -1) if node.target is WAIT else -1
         ranks[node] = max([own, *(ranks[each] for each in before[node])])
     place_of, placed = {node: place for place, node in enumerate(nodes)}, dict[fx.Node, None]()
-    first = _first(starts)
-    writes = [node for node in nodes if 0 <= ranks[node] < first and written_storages(node)]
     for start in starts:
         needed = _needed(start, before, placed)
-        early = [_needed(write, before, placed) for write in writes] if start is starts[-1] else []
-        for each in (*filter(needed.keys().isdisjoint, early), needed):
-            placed.update(dict.fromkeys(sorted(each, key=place_of.__getitem__)))
+        placed.update(dict.fromkeys(sorted(needed, key=place_of.__getitem__)))
     return [*placed, *sorted((node for node in nodes if node not in placed), key=ranks.__getitem__)]
-
-
-def _first(starts: list[fx.Node]) -> int:
-    """How many send no more than half of what is sent before the last one; 0 if there are several groups."""
-    sent = [sum(each.nbytes for each in tree_leaves(start.meta["val"])) for start in starts[:-1]]
-    one_group = len({start.args[-1] for start in starts}) == 1
-    return sum(so_far <= sum(sent) / 2 for so_far in itertools.accumulate(sent)) if one_group else 0
 
 
 def _needed(start: fx.Node, before: Before, placed: Mapping[fx.Node, None]) -> dict[fx.Node, None]:

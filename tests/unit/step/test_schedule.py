@@ -17,7 +17,7 @@ aten: Any = torch.ops.aten
 ALL_REDUCE: Any = torch.ops._c10d_functional.all_reduce.default
 
 
-def test_a_collective_starts_when_what_it_needs_is_there_and_what_waits_for_the_first_goes_first() -> None:
+def test_a_collective_starts_when_what_it_needs_is_there_and_what_waits_for_it_comes_last() -> None:
     graph = fx.Graph()
 
     def call(name: str, target: Any, *args: Any, op: str = "call_function") -> fx.Node:
@@ -35,9 +35,9 @@ def test_a_collective_starts_when_what_it_needs_is_there_and_what_waits_for_the_
     graph.output((late, update))
     Schedule()(graph)
     graph.lint()
-    # what the first one updates comes before what the last one needs; each gradient is copied at once
+    # each gradient is copied at once
     last = "need_2 new_empty_default slice_tensor copy__default need_3 slice_tensor_1 copy__default_1 send_2"
-    order = f"need_0 send_0 need_1 send_1 wait_0 update {last} wait_1 late wait_2"
+    order = f"need_0 send_0 need_1 send_1 {last} wait_0 update wait_1 late wait_2"
     assert [node.name for node in body_nodes(graph)] == order.split()
 
 
