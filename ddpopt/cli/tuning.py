@@ -57,14 +57,15 @@ def tune(
     found: comparing.Tuned | None = _measured(*ranks, *task)
     if found is None:
         return
-    steps = {row.name: row.predicted for row in found.rows}
+    steps, parts = {row.name: row.predicted for row in found.rows}, found.profile
+    alone_s = parts.forward_s + parts.backward_s + parts.update_s
     steps |= scale.steps_of(found.profile, found.link, sizes, most_mb * MIB)
     measured, rows = {row.name: ms(row.step_s) for row in found.rows}, []
     for name, step in steps.items():
         mib = [sent.nbytes / MIB for sent in step.buckets]
         count = f"{len(mib)} bucket{'s' * (len(mib) != 1)}"
         held = f"{count}, MiB: first {mib[0]:.2f}, last {mib[-1]:.2f}, largest {max(mib):.2f}"
-        note = f"{held}; efficiency {found.profile.alone_s / step.step_s:.1%}"
+        note = f"{held}; efficiency {alone_s / step.step_s:.1%}"
         rows.append((Noted(name, note), ms(step.step_s), measured.get(name, "-"), ms(step.exposed_s)))
     columns = [Column("buckets"), *numbers("predicted", "measured", "exposed")]
     given_link = f"{found.link}" if link is None else f"{found.link}; of {link}, but steps are measured here"

@@ -70,11 +70,6 @@ class Profile(Stored):
         if not self.gradients:
             raise ValueError("it has no gradients")
 
-    @property
-    def alone_s(self) -> float:
-        """The step without communication, in seconds."""
-        return self.forward_s + self.backward_s + self.update_s
-
     def require_fit(self, where: str, **others: Sequence[object]) -> None:
         """Check that this was measured with this release of torch, for what it is used for.
 

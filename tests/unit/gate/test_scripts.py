@@ -52,8 +52,7 @@ def test_every_step_runs_and_each_that_failed_is_named(
     run = bash(f"PATH={tmp_path}:$PATH; source {ROOT}/ci/environment.sh; {steps}; finish", tmp_path)
     assert run.returncode == exit_code
     assert run.stdout.count("exit code") == steps.count("step ")
-    named = [line.partition("failed: ")[2] for line in run.stderr.splitlines()]
-    assert named == failed
+    assert [line.partition("failed: ")[2] for line in run.stderr.splitlines()] == failed
 
 
 def test_ranks_that_are_no_number_are_refused(tmp_path: Path) -> None:

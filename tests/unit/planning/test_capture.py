@@ -56,8 +56,7 @@ def planned(model: nn.Module | None = None, **kwargs: Any) -> Plan:
 
 
 def test_all_other_keywords_go_to_the_models_forward() -> None:
-    plan = planned(layers=2)
-    assert plan.unread == ("layers.2.weight", "layers.2.bias")
+    assert planned(layers=2).unread == ("layers.2.weight", "layers.2.bias")
 
 
 def test_a_compiled_module_is_planned_under_the_names_that_ddp_sees() -> None:

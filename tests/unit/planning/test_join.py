@@ -47,12 +47,10 @@ def joined(graphs: list[GraphPlan], *specs: ParamSpec, config: BucketConfig = CA
 
 def test_graphs_that_are_cut_share_no_bucket_and_whole_ones_do_as_in_eager() -> None:
     a, b, c, d = (spec(name, 40) for name in "abcd")
-    of_cut = joined([cut(a, b), cut(c, d)], a, b, c, d)
-    assert buckets(of_cut) == ["d c", "b a"]
+    assert buckets(joined([cut(a, b), cut(c, d)], a, b, c, d)) == ["d c", "b a"]
     of_whole = joined([whole(a, b), whole(c, d)], a, b, c, d)
     assert (buckets(of_whole), of_whole.segments_of(of_whole.buckets[0])) == (["d c b", "a"], (0, 1))
-    mixed = joined([whole(a, b), cut(c, d)], a, b, c, d)
-    assert buckets(mixed) == ["d c", "b a"]
+    assert buckets(joined([whole(a, b), cut(c, d)], a, b, c, d)) == ["d c", "b a"]
 
 
 def test_a_small_bucket_of_another_dtype_uses_up_no_limit_and_holds_up_nothing() -> None:
