@@ -57,9 +57,9 @@ def tune(
     found: comparing.Tuned | None = _measured(*ranks, *task)
     if found is None:
         return
-    steps, parts = {row.name: row.predicted for row in found.rows}, found.profile
-    alone_s = parts.forward_s + parts.backward_s + parts.update_s
-    steps |= scale.steps_of(found.profile, found.link, sizes, most_mb * MIB)
+    steps, profile = {row.name: row.predicted for row in found.rows}, found.profile
+    alone_s = profile.forward_s + profile.backward_s + profile.update_s
+    steps |= scale.steps_of(profile, found.link, sizes, most_mb * MIB)
     measured, rows = {row.name: ms(row.step_s) for row in found.rows}, []
     for name, step in steps.items():
         mib = [sent.nbytes / MIB for sent in step.buckets]

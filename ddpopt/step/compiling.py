@@ -1,8 +1,9 @@
-"""Compile the graph of a step with a Dynamo backend, so that its collectives start where the graph says.
+"""Compile the graph of a step with a Dynamo backend, so that its collectives start early.
 
 Inductor moves operations that free no memory, such as a weight's gradient, behind all others; its passes that
-do so are off while a step is compiled. And it generates code for numbers in a graph only where they are
-sizes, so changing numbers become tensors.
+do so are off while a step is compiled. It may still fuse operations before the start of a collective with
+later ones, and the collective then starts later. And it generates code for numbers in a graph only where they
+are sizes, so changing numbers become tensors.
 
 Invariant: settings of torch are changed only while a backend compiles, and are then as before.
 """
