@@ -18,7 +18,7 @@ from ddpopt.planning.capture import Capture, capture
 from ddpopt.planning.limits import DDP_ARGUMENTS
 from ddpopt.planning.plan import Plan
 from ddpopt.planning.strategy import Strategy
-from ddpopt.step.settings import running_plan
+from ddpopt.step.settings import RUNNING
 
 
 def explain(model: nn.Module, *inputs: Any, strategy: Strategy = "auto", **kwargs: Any) -> Explanation:
@@ -45,7 +45,7 @@ def explain(model: nn.Module, *inputs: Any, strategy: Strategy = "auto", **kwarg
     is_ddp = isinstance(model, nn.parallel.DistributedDataParallel)
     inner: Any = model.module if is_ddp else model
     explained = _explain(captured, RehearsedStep(inner, inputs, forward_kwargs, sum_of_squares))
-    trained = running_plan(model) if is_ddp else None
+    trained = RUNNING.get(model) if is_ddp else None
     return replace(explained, plan=trained, inline=True) if trained else explained
 
 

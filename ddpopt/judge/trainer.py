@@ -34,7 +34,7 @@ from ddpopt.judge.whole_step import whole_step
 from ddpopt.observation.compilations import Compilations
 from ddpopt.observation.launches import Launch, LaunchMode
 from ddpopt.observation.observe import Collective, observe
-from ddpopt.step.settings import running_plan
+from ddpopt.step.settings import RUNNING
 
 
 @dataclass(frozen=True)
@@ -278,7 +278,7 @@ def _watched(trainer: Trainer, mode: Engine) -> Iterator[None]:
         record.iterations = observation.iterations
         record.collectives = observation.collectives
         record.elsewhere = observation.elsewhere
-        record.plan = running_plan(ddp) if trainer.parallel.whole is not None else imposed_plan(ddp)
+        record.plan = RUNNING.get(ddp) if trainer.parallel.whole is not None else imposed_plan(ddp)
 
 
 def _one_step(trainer: Trainer, option: Option, take: Callable[[], None]) -> None:

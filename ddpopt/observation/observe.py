@@ -22,7 +22,7 @@ from ddpopt.observation.reducer_buckets import ObservedBucket, buckets_of, runni
 from ddpopt.planning.bucket_rule import specs_from_ddp
 from ddpopt.planning.plan import Plan
 from ddpopt.planning.reduced import running_reducer
-from ddpopt.step.settings import running_plan
+from ddpopt.step.settings import RUNNING
 
 STEP_OPS = ("all_reduce", "all_reduce_coalesced")
 """The functional collectives with which a step in one graph sends its buckets; the reducer's is another."""
@@ -177,7 +177,7 @@ class Observation:
         if launch.group != str(self._ddp.process_group.group_name):
             self._elsewhere.append(launch)
             return
-        plan = running_plan(self._ddp) if launch.op in STEP_OPS and not launch.in_backward else None
+        plan = RUNNING.get(self._ddp) if launch.op in STEP_OPS and not launch.in_backward else None
         if plan or launch.in_backward:
             self._current_backward(plan).launches.append(len(self._launches))
         elif (launch.op, launch.dtype, launch.numel) == ("broadcast", "int32", self._parameter_count + 1):

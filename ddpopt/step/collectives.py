@@ -25,7 +25,7 @@ from ddpopt.step.replicas import AVERAGE, Replica
 from ddpopt.step.settings import Fusion
 
 aten: Any = torch.ops.aten
-functional: Any = torch.ops._c10d_functional
+c10d: Any = torch.ops._c10d_functional
 
 
 def digests(captured: Captured, plans: Sequence[Plan]) -> dict[str, int]:
@@ -69,10 +69,9 @@ def _plan(replica: Replica, ready: Sequence[ParamSpec], nodes: tuple[str, ...]) 
         by_plan = [[by_name[name] for name in each.params if name in by_name] for each in given.buckets]
         wanted = [(own, each.reason) for own, each in zip(by_plan, given.buckets, strict=True) if own]
     buckets = tuple(Bucket.of(index, own, 0, reason) for index, (own, reason) in enumerate(wanted))
-    names = tuple(by_name)
-    segment = Segment(0, 0, nodes, names, tuple(range(len(buckets))))
+    segment = Segment(0, 0, nodes, tuple(by_name), tuple(range(len(buckets))))
     known = [name for name, each in replica.ddp.module.named_parameters() if each.requires_grad]
-    unread = tuple(name for name in known if name not in names)
+    unread = tuple(name for name in known if name not in by_name)
     return Plan(buckets, (segment,), (), unread, group=group_name(replica.ddp.process_group))
 
 
@@ -131,12 +130,12 @@ def _send(
     with graph.inserting_before(scaled[-1].next):
         if concat:
             flat = scaled[0] if len(scaled) == 1 else add("flat", aten.cat.default, scaled)
-            sent = [add("all_reduce", functional.all_reduce.default, flat, "sum", name)]
+            sent = [add("all_reduce", c10d.all_reduce.default, flat, "sum", name)]
         else:
-            start = add("all_reduce", functional.all_reduce_coalesced.default, scaled, "sum", name)
+            start = add("all_reduce", c10d.all_reduce_coalesced.default, scaled, "sum", name)
             sent = [add("sent", operator.getitem, start, place) for place in range(len(nodes))]
     with graph.inserting_before(reader):
-        parts = [add("wait", functional.wait_tensor.default, each) for each in sent]
+        parts = [add("wait", c10d.wait_tensor.default, each) for each in sent]
         if concat and len(nodes) > 1:
             sizes = [value.numel() for value in values]
             split = add("pieces", aten.split_with_sizes.default, parts[0], sizes)

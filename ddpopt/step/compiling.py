@@ -1,9 +1,8 @@
 """Compile the graph of a step with a Dynamo backend, so that its collectives start early.
 
 Inductor moves operations that free no memory, such as a weight's gradient, behind all others; its passes that
-do so are off while a step is compiled. It may still fuse operations before the start of a collective with
-later ones, and the collective then starts later. And it generates code for numbers in a graph only where they
-are sizes, so changing numbers become tensors.
+do so are off while a step is compiled, and it fuses nothing across the start of a collective. It generates
+code for numbers in a graph only where they are sizes, so changing numbers become tensors.
 
 Invariant: settings of torch are changed only while a backend compiles, and are then as before.
 """
@@ -15,6 +14,7 @@ from unittest.mock import patch
 
 import torch
 from torch import fx
+from torch._inductor.virtualized import V
 from torch.fx.passes import _tensorify_python_scalars
 
 from ddpopt.dynamo.backend import configured, find_compiler
@@ -22,7 +22,7 @@ from ddpopt.graph.effects import written_storages
 from ddpopt.graph.nodes import CompilerFn, body_nodes, storages
 from ddpopt.inline.inductor import is_inductor
 from ddpopt.step import numbers
-from ddpopt.step.schedule import Schedule
+from ddpopt.step.schedule import Schedule, Sections
 
 IN_ORDER: dict[str, Any] = {
     "reorder_for_locality": False,
@@ -50,7 +50,8 @@ def compile_step(gm: fx.GraphModule, inputs: Sequence[Any], backend: str | Compi
         compiler = configured(compiler, options=IN_ORDER)
         numbers.numbers_as_tensors(gm)
     # it would take the numbers for constants
-    with patch.object(_tensorify_python_scalars, "_is_tensorify_enabled", lambda: False), torch.no_grad():
+    kept = patch.object(_tensorify_python_scalars, "_is_tensorify_enabled", lambda: False)
+    with kept, V.set_choices_handler(Sections()), torch.no_grad():
         return compiler(gm, [*inputs])
 
 

@@ -82,7 +82,6 @@ def slots_of(replicas: Iterable[Replica]) -> Mapping[int, Sequence[Averaged]]:
 
 def require_supported(name: str, ddp: Any) -> None:
     """Check that a module has no hooks and no options that a step does not know; raises UnsupportedError."""
-    parameters: list[Any] = [*ddp.parameters()]
     problems = {
         "a communication hook": bool(ddp._get_ddp_logging_data().get("comm_hook")) or bool(ddp._comm_hooks),
         "mixed_precision": ddp.mixed_precision is not None,
@@ -90,7 +89,8 @@ def require_supported(name: str, ddp: Any) -> None:
         "join()": ddp._join_config.enable,
         "delay_all_reduce_named_params": bool(ddp._delay_all_reduce_params),
         "hooks on parameters": any(
-            each._backward_hooks or getattr(each, "_post_accumulate_grad_hooks", None) for each in parameters
+            each._backward_hooks or getattr(each, "_post_accumulate_grad_hooks", None)
+            for each in ddp.parameters()
         ),
     }
     if wrong := [what for what, there in problems.items() if there]:

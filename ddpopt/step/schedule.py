@@ -8,6 +8,7 @@ Invariant: the program is the same. Operations that draw random numbers, and tho
 that writes, keep their order.
 """
 
+import functools
 import hashlib
 import inspect
 import sys
@@ -16,19 +17,17 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._inductor.choices import InductorChoices
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.ir import _CollectiveKernel
 
 from ddpopt.graph.effects import written_storages
 from ddpopt.graph.nodes import body_nodes, read_storages, storages
 
 aten: Any = torch.ops.aten
-functional: Any = torch.ops._c10d_functional
-STARTS = (
-    functional.all_reduce.default,
-    functional.all_reduce_coalesced.default,
-    functional.broadcast.default,
-)
-WAIT = functional.wait_tensor.default
+c10d: Any = torch.ops._c10d_functional
+STARTS = (c10d.all_reduce.default, c10d.all_reduce_coalesced.default, c10d.broadcast.default)
+WAIT = c10d.wait_tensor.default
 Before = Mapping[fx.Node, Mapping[fx.Node, None]]
 """For each node, those that must come before it."""
 
@@ -46,6 +45,30 @@ class Schedule(CustomGraphPass):
     def uuid(self) -> Any:
         """A hash of this module."""
         return hashlib.sha256(inspect.getsource(sys.modules[__name__]).encode()).hexdigest()
+
+
+class Sections(InductorChoices):
+    """Inductor's choices for a step: nothing is fused across the start of a collective, or its wait.
+
+    A fused operation would come where the last of its inputs is ready, and the collective after it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._starts = functools.cache(_starts)  # of the scheduler of each graph in this compilation
+
+    def can_fuse(  # type: ignore[override]  # torch calls its static method on the object
+        self, scheduler: Any, node1: Any, node2: Any, shared_data_score: int
+    ) -> bool:
+        """Whether two nodes may be fused."""
+        begin, end = min(node1.min_order, node2.min_order), max(node1.max_order, node2.max_order)
+        between = any(begin < start < end for start in self._starts(scheduler))
+        return not between and super().can_fuse(scheduler, node1, node2, shared_data_score)
+
+
+def _starts(scheduler: Any) -> list[int]:
+    nodes = scheduler.name_to_node.values()
+    return [node.min_order for node in nodes if isinstance(node.node, _CollectiveKernel)]
 
 
 def _fill(graph: fx.Graph) -> None:
@@ -82,8 +105,7 @@ def _by_need(nodes: list[fx.Node], before: Before) -> list[fx.Node]:
 
 def _needed(start: fx.Node, before: Before, placed: Mapping[fx.Node, None]) -> dict[fx.Node, None]:
     """A node and everything that must come before it, if it is not placed yet."""
-    needed: dict[fx.Node, None] = {}
-    waiting = [start]
+    needed, waiting = dict[fx.Node, None](), [start]
     while waiting:
         node = waiting.pop()
         if node not in placed and node not in needed:

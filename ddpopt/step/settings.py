@@ -31,8 +31,3 @@ class StepSettings:
 
 RUNNING: "WeakKeyDictionary[Any, Plan]" = WeakKeyDictionary()
 """The plan of the step that last trained each DDP module."""
-
-
-def running_plan(ddp: Any) -> Plan | None:
-    """The plan of the step that last trained a DDP module; None if none has."""
-    return RUNNING.get(ddp)
