@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ddpopt.errors import UnsupportedError, UsageError
+from ddpopt.errors import UnsupportedError
 from ddpopt.graph.nodes import CompilerFn
 from ddpopt.planning.strategy import require_choice
 from ddpopt.step.overrides import Override, Transform
@@ -47,9 +47,7 @@ def train_step(
         UnsupportedError: torch is older than 2.13.
     """
     if torch.__version__ < (2, 13):  # type: ignore[operator]  # torch's version compares with tuples
-        raise UnsupportedError(
-            f"{WHAT}: expected torch 2.13 or newer, got {torch.__version__}; use ddpopt.compile"
-        )
+        raise UnsupportedError(f"{WHAT}: expected torch >= 2.13, got {torch.__version__}; use ddpopt.compile")
     require_choice("fusion", fusion, Fusion)
     if fallback is not None:
         require_choice("fallback", fallback, Fallback)
@@ -58,6 +56,4 @@ def train_step(
     settings = StepSettings(backend, fusion, fallback, tuple(overrides), transform)
     if function is None:
         return functools.partial(TrainStep, settings=settings)
-    if not callable(function):
-        raise UsageError(f"{WHAT}: expected a function, got {function!r}; pass backend= by name")
     return TrainStep(function, settings)

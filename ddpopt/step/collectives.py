@@ -1,10 +1,10 @@
 """Collectives of a captured step: each bucket of the plan becomes one all-reduce, started at once.
 
 A bucket starts right after its last gradient and is waited for before the first reader of any of them. With
-fusion ``"concat"`` its gradients are scaled as they are copied into one buffer, as DDP does; with
-``"coalesced"`` each is scaled, and one operator sends all of them.
+fusion ``"concat"`` its gradients are scaled and concatenated into one buffer (`Schedule` copies each early);
+with ``"coalesced"`` each is scaled, and one operator sends all of them.
 
-Invariant: no gradient is left alone or sent twice; a bucket has one process group, dtype and device.
+Invariant: each averaged gradient is sent once; a bucket has one process group, dtype and device.
 """
 
 import hashlib
@@ -17,12 +17,13 @@ from torch import fx
 
 from ddpopt.ddp.agreement import group_name
 from ddpopt.ddp.impose import imposed_plan
+from ddpopt.errors import UsageError
 from ddpopt.planning.bucket_rule import ParamSpec, ready_buckets
 from ddpopt.planning.limits import BucketConfig
 from ddpopt.planning.plan import Bucket, Plan, Segment
 from ddpopt.step.graphs import Captured
 from ddpopt.step.replicas import AVERAGE, Replica
-from ddpopt.step.settings import Fusion
+from ddpopt.step.settings import WHAT, Fusion
 
 aten: Any = torch.ops.aten
 c10d: Any = torch.ops._c10d_functional
@@ -96,6 +97,8 @@ def insert_collectives(captured: Captured, plans: Sequence[Plan], fusion: Fusion
             nodes = sorted((marked[number, name] for name in bucket.params), key=order.__getitem__)
             readers = [user for node in nodes for user in node.users if user not in nodes]
             reader = min(readers, key=order.__getitem__, default=graph.output_node())
+            if order[reader] < order[nodes[-1]]:
+                raise UsageError(f"{WHAT}: {bucket.params[0]!r} is used before all backwards; run them first")
             _send(graph, f"{prefix}bucket_{bucket.index}", nodes, reader, fusion, group)
     captured.gm.graph.lint()
     captured.gm.recompile()

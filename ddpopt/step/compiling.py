@@ -14,6 +14,8 @@ from unittest.mock import patch
 
 import torch
 from torch import fx
+from torch._inductor import config
+from torch._inductor.custom_graph_pass import get_custom_graph_passes
 from torch._inductor.virtualized import V
 from torch.fx.passes import _tensorify_python_scalars
 
@@ -23,14 +25,6 @@ from ddpopt.graph.nodes import CompilerFn, body_nodes, storages
 from ddpopt.inline.inductor import is_inductor
 from ddpopt.step import numbers
 from ddpopt.step.schedule import Schedule, Sections
-
-IN_ORDER: dict[str, Any] = {
-    "reorder_for_locality": False,
-    "reorder_for_peak_memory": False,
-    "post_grad_custom_post_pass": Schedule(),
-    # its code is part of the key under which Inductor keeps traces on disk
-    "unsafe_marked_cacheable_functions": {"ddpopt.step.numbers.with_tensors": inspect.getsource(numbers)},
-}
 
 
 def compile_step(gm: fx.GraphModule, inputs: Sequence[Any], backend: str | CompilerFn) -> Callable[..., Any]:
@@ -47,7 +41,16 @@ def compile_step(gm: fx.GraphModule, inputs: Sequence[Any], backend: str | Compi
     compiler = find_compiler(backend)
     _relax_views(gm)
     if is_inductor(compiler):
-        compiler = configured(compiler, options=IN_ORDER)
+        # the code of traced functions is part of the key under which Inductor keeps traces on disk
+        traced = {"ddpopt.step.numbers.with_tensors": inspect.getsource(numbers)}
+        passes = get_custom_graph_passes(config.post_grad_custom_post_pass)
+        in_order = {
+            "reorder_for_locality": False,
+            "reorder_for_peak_memory": False,
+            "post_grad_custom_post_pass": [*passes, Schedule()],
+            "unsafe_marked_cacheable_functions": {**config.unsafe_marked_cacheable_functions, **traced},
+        }
+        compiler = configured(compiler, options=in_order)
         numbers.numbers_as_tensors(gm)
     # it would take the numbers for constants
     kept = patch.object(_tensorify_python_scalars, "_is_tensorify_enabled", lambda: False)

@@ -1,4 +1,4 @@
-"""Errors of a capture, told with the user's line; and comparing steps between ranks.
+"""Errors of a capture, reported with the user's line; and comparing steps between ranks.
 
 Invariant: before each step, all ranks have the same collectives, or all raise.
 """
@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import linecache
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -29,7 +30,7 @@ FROM_DYNAMO = (TorchDynamoException, FailOnRecompileLimitHit)
 
 
 @contextlib.contextmanager
-def told(name: str) -> Iterator[None]:
+def reported(name: str) -> Iterator[None]:
     """Say of an error of Dynamo inside this block which of the user's lines it is about.
 
     Args:
@@ -39,12 +40,13 @@ def told(name: str) -> Iterator[None]:
         UnsupportedError: Dynamo cannot trace the function.
         DdpoptError: as it was raised while Dynamo traced or compiled.
     """
+    handled = sys.exception()  # by the caller, when it called the step
     try:
         yield
     except Exception as error:
         if not (isinstance(error, FROM_DYNAMO) or hasattr(error, "real_stack")):
             raise
-        own, where = _own(error), _where(error)
+        own, where = _own(error, handled), _where(error)
         if own is not None:
             raise type(own)(f"{own}. {where.rstrip(': ')}" if where else str(own)) from error
         raise UnsupportedError(
@@ -53,11 +55,11 @@ def told(name: str) -> Iterator[None]:
         ) from error
 
 
-def _own(error: BaseException | None) -> DdpoptError | None:
-    """The error of ddpopt that made Dynamo fail."""
-    while error is not None and not isinstance(error, DdpoptError):
+def _own(error: BaseException | None, handled: BaseException | None) -> DdpoptError | None:
+    """The error of ddpopt that made Dynamo fail, if it is not one that the caller was handling already."""
+    while error not in (None, handled) and not isinstance(error, DdpoptError):
         error = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__
-    return error
+    return error if isinstance(error, DdpoptError) and error is not handled else None
 
 
 def _reason(error: Exception) -> str:
@@ -73,8 +75,8 @@ def _reason(error: Exception) -> str:
             "the tensor and read it after the step, or use torch.where instead of a branch"
         )
     lines = [line.strip() for line in str(error).partition("\n\nfrom user code")[0].splitlines()]
-    told = [line for line in lines if line and not line.startswith(("Developer debug", "For more details"))]
-    return " ".join(told)
+    kept = [line for line in lines if line and not line.startswith(("Developer debug", "For more details"))]
+    return " ".join(kept)
 
 
 def _where(error: BaseException) -> str:
@@ -102,6 +104,7 @@ def agree(
 
     Raises:
         PlanMismatchError: another rank has another step, or failed.
+        DdpoptError: `problem` itself.
         InfrastructureError: another rank did not answer in time.
     """
     groups = {ddp.process_group.group_name: (ddp, plan) for ddp, plan in itertools.zip_longest(ddps, plans)}

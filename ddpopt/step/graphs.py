@@ -17,7 +17,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from ddpopt.errors import UsageError
 from ddpopt.graph.nodes import CHECKPOINT
-from ddpopt.step.replicas import AVERAGE, FOR_ALL, Averaged, Replica, require_all_used, slots_of
+from ddpopt.step.replicas import AVERAGE, Averaged, Replica, require_all_used, slots_of
+from ddpopt.step.settings import WHAT
 from ddpopt.step.tracing import MARK, Seen
 
 
@@ -51,7 +52,7 @@ def capture(gm: fx.GraphModule, inputs: Sequence[Any], seen: Seen) -> Captured:
     recorded = _recorded(gm, inputs)
     known = slots_of(replicas)
     slots = _mark(recorded.graph, inputs, known)
-    _require_own_optimizers(seen)
+    _require_own_optimizers(seen, {*known, *map(id, inputs)})
     require_all_used([each for found in known.values() for each in found], slots)
     recorded.recompile()
     return Captured(recorded, replicas, slots)
@@ -64,6 +65,8 @@ class _RecordingInterpreter(fx.Interpreter):
         """Run a call."""
         if target is CHECKPOINT:
             return args[0](*args[1:])
+        if target is torch.ops.ddpopt.opaque and torch.is_autocast_enabled(args[1][-1].device.type):
+            raise UsageError("opaque: autocast does not reach the module; call it outside of autocast")
         return super().call_function(target, args, kwargs)
 
 
@@ -113,8 +116,9 @@ def _mark(
         for averaged in found:
             if averaged in slots:
                 raise UsageError(
-                    "train_step: two backward passes of one step reduce the gradient of "
-                    f"{averaged.spec.name!r} of {averaged.replica.name}. {FOR_ALL}"
+                    f"{WHAT}: two backward passes of one step reduce the gradient of "
+                    f"{averaged.spec.name!r} of {averaged.replica.name}. Call DDP once and "
+                    "add the losses, or use no_sync() for all backwards of a step but the last"
                 )
             with graph.inserting_before(end):
                 gradient = graph.call_function(AVERAGE, (gradient, len(slots)))
@@ -140,14 +144,10 @@ def _move_up(begin: fx.Node, last: fx.Node) -> None:
         source = node
 
 
-def _require_own_optimizers(seen: Seen) -> None:
-    """Check that optimizers update parameters of the step's modules."""
-    held = {id(each) for replica in seen.replicas.values() for each in replica.ddp.parameters()}
+def _require_own_optimizers(seen: Seen, read: set[int]) -> None:
+    """Check that optimizers update parameters that the step reads; these are given by ``id``."""
     for name, optimizer in seen.optimizers.values():
-        if not any(id(each) in held for group in optimizer.param_groups for each in group["params"]):
+        if not any(id(each) in read for group in optimizer.param_groups for each in group["params"]):
             modules = ", ".join(replica.name for replica in seen.replicas.values())
-            raise UsageError(
-                f"train_step: {name} ({type(optimizer).__name__}) holds no parameter of {modules}: was it "
-                "built for another model, or before the parameters were replaced? Build it from the model "
-                "that the step trains"
-            )
+            what = f"{name} ({type(optimizer).__name__})"
+            raise UsageError(f"{WHAT}: {what} holds no parameter of {modules}; build it from theirs")

@@ -43,7 +43,7 @@ def numbers_as_tensors(gm: fx.GraphModule) -> None:
     numbers: dict[fx.Node, None] = {}
     for node in gm.graph.nodes:
         if node.target == aten._local_scalar_dense.default:
-            node.target, node.args, node.meta = aten.view.default, (*node.args, []), {}
+            node.target, node.meta = aten.amax.default, {}  # of one element, which may be written to later
             numbers[node] = None
         elif node.op == "call_function" and any(each in numbers for each in node.all_input_nodes):
             if node.target in ARITHMETIC:
@@ -75,11 +75,8 @@ def with_tensors(target: Any, dtype: Any, /, *args: Any, **kwargs: Any) -> Any:
         dtypes = itertools.repeat(None) if name.endswith("_") else dtype
         rows = zip(dtypes, zip(*lists, strict=False), strict=False)
         return [_call(packet, name.removeprefix(FOREACH), each, row, kwargs) for each, row in rows]
-    except RuntimeError as error:
-        raise UnsupportedError(
-            f"{target} takes a number that changes from step to step, which this backend takes "
-            "for a constant; make the number a tensor, or use backend='aot_eager'"
-        ) from error
+    except (RuntimeError, AssertionError) as error:
+        raise UnsupportedError(f"{name} takes a number that changes; make the number a tensor") from error
 
 
 def _call(packet: Any, name: str, dtype: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:

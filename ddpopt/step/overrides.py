@@ -1,7 +1,7 @@
 """Parts of a step that are kept out of its graph, and the user's own pass over the graph.
 
-A part that cannot be captured is replaced by a stand-in, whose operators the graph only calls; `opaque` makes
-one of any module.
+A part that cannot be captured is replaced by another module, whose operators the graph only calls; `opaque`
+makes one of any module.
 
 Invariant: a pass changes how a step is computed, never what it takes and returns, nor what is sent.
 """
@@ -27,7 +27,7 @@ class Override:
     """What a step does with some submodules; inherit from it."""
 
     def replacement(self, name: str, module: nn.Module) -> nn.Module:
-        """Choose what stands for a submodule while a step is captured.
+        """Choose the module to use instead of a submodule while a step is captured.
 
         Args:
             name: as in ``named_modules()`` of the module inside DDP.
@@ -52,10 +52,10 @@ class Override:
 
 
 class opaque(nn.Module):
-    """A stand-in that computes what a module computes, but is a single operator in the graph of a step.
+    """Computes the same as a module, but is a single operator in the graph of a step.
 
     Its backward runs the module once more. The module takes tensors and returns one; it draws no random
-    numbers and changes no buffers.
+    numbers, changes no buffers, and runs without autocast.
 
     Args:
         module: the module; its code may be anything that runs in eager.
@@ -86,7 +86,7 @@ class opaque(nn.Module):
 
 _handles = itertools.count()
 _opaque: "WeakValueDictionary[int, opaque]" = WeakValueDictionary()
-"""The stand-ins, by the number that stands for one in a graph."""
+"""Opaque modules by their handle, the first argument of the operator."""
 
 
 @torch.library.custom_op("ddpopt::opaque", mutates_args=())
@@ -135,7 +135,7 @@ class Swap:
 
 @contextlib.contextmanager
 def swapped(swaps: Sequence[Swap]) -> Iterator[None]:
-    """In this block the other modules are in their places; in a block inside, the own ones are again."""
+    """In this block the other modules are in their places; a nested block puts the original ones back."""
     _exchange(swaps)
     try:
         yield
@@ -167,13 +167,13 @@ def passed(change: Callable[..., Any], gm: fx.GraphModule, what: str, *given: An
         change: the pass; it may change the graph, or return another one.
         gm: the graph.
         what: the name of the pass, for the error.
-        given: what the pass gets besides the graph.
+        given: what the pass gets in addition to the graph.
 
     Returns:
         The graph to use.
 
     Raises:
-        UsageError: the graph that it leaves is broken, or takes, returns or sends something else.
+        UsageError: the graph that it leaves is broken, or has other inputs, outputs or collectives.
     """
     before = _face(gm)
     found = change(gm, *given)
@@ -187,9 +187,7 @@ def passed(change: Callable[..., Any], gm: fx.GraphModule, what: str, *given: An
     changed.recompile()
     for was, now in zip(before, _face(changed), strict=True):
         if was != now:
-            raise UsageError(
-                f"{what} changes what the step takes, returns or sends: expected {was}, got {now}"
-            )
+            raise UsageError(f"{what} changes inputs, outputs or collectives: expected {was}, got {now}")
     return changed
 
 

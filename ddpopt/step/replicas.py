@@ -14,12 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.errors import UnsupportedError, UsageError
 from ddpopt.planning.bucket_rule import ParamSpec, specs_from_ddp
+from ddpopt.step.settings import WHAT
 
 torch.library.define("ddpopt::average", "(Tensor gradient, int slot) -> Tensor")
 AVERAGE: Any = torch.ops.ddpopt.average.default
 """Marks a gradient that is averaged, until its bucket takes the mark's place."""
 INSTEAD = "use ddpopt.compile(model), or fallback='inline'"
-FOR_ALL = "Call DDP once and add the losses, or use no_sync() for all backwards of a step but the last"
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,13 +68,10 @@ def slots_of(replicas: Iterable[Replica]) -> Mapping[int, Sequence[Averaged]]:
         require_supported(replica.name, ddp)
         parameters = dict(ddp.module.named_parameters())
         if not {*map(id, ddp._module_parameters)} <= {*map(id, parameters.values())}:
-            raise UsageError(
-                f"train_step: parameters of {replica.name} were replaced after DDP was built, which DDP does "
-                "not notice; build it again, or assign to .data"
-            )
+            raise UsageError(f"{WHAT}: parameters of {replica.name} were replaced; wrap it in DDP again")
         for spec in specs_from_ddp(ddp):
             if spec.sparse:
-                raise UnsupportedError(f"train_step: {spec.name!r} has sparse gradients; {INSTEAD}")
+                raise UnsupportedError(f"{WHAT}: {spec.name!r} has sparse gradients; {INSTEAD}")
             key = id(parameters[spec.name])
             found.setdefault(key, []).append(Averaged(replica, spec, (key, ddp.process_group.group_name)))
     return found
@@ -94,10 +91,7 @@ def require_supported(name: str, ddp: Any) -> None:
         ),
     }
     if wrong := [what for what, there in problems.items() if there]:
-        raise UnsupportedError(
-            f"train_step: {name} uses {' and '.join(wrong)}, which a step in one graph does not support; "
-            f"{INSTEAD}"
-        )
+        raise UnsupportedError(f"{WHAT} does not support that {name} uses {' and '.join(wrong)}; {INSTEAD}")
 
 
 def broadcast_buffers(ddp: Any) -> None:
@@ -127,6 +121,6 @@ def require_all_used(expected: Iterable[Averaged], got: Sequence[Averaged]) -> N
         names = [repr(each.spec.name) for each in missing if each.replica is replica]
         if names and not (replica.ddp.find_unused_parameters or replica.ddp.static_graph):
             raise UsageError(
-                f"train_step: {replica.name} got no gradient for {', '.join(names)}, so DDP "
+                f"{WHAT}: {replica.name} got no gradient for {', '.join(names)}, so DDP "
                 "would fail in the next step; build it with find_unused_parameters=True or static_graph=True"
             )

@@ -1,7 +1,7 @@
 """The order of a step's operations: what a collective needs comes first, and what waits for it comes last.
 
-Collectives keep their order, which is the same on all ranks. Only what one of them and earlier ones need
-comes before it, so that it starts early. What remains is sorted by the last collective that it waits for:
+Collectives keep their order, which is the same on all ranks. Before each one comes only what it or an
+earlier one needs, so that it starts early. What remains is sorted by the last collective that it waits for:
 parameters whose gradients have arrived are updated while later buckets are still sent.
 
 Invariant: the program is the same. Operations that draw random numbers, and those that share memory with one
@@ -9,17 +9,15 @@ that writes, keep their order.
 """
 
 import functools
-import hashlib
 import inspect
-import sys
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import fx
 from torch._inductor.choices import InductorChoices
-from torch._inductor.custom_graph_pass import CustomGraphPass
-from torch._inductor.ir import _CollectiveKernel
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor.ir import ExternKernel
 
 from ddpopt.graph.effects import written_storages
 from ddpopt.graph.nodes import body_nodes, read_storages, storages
@@ -43,32 +41,34 @@ class Schedule(CustomGraphPass):
         _fill(graph)
 
     def uuid(self) -> Any:
-        """A hash of this module."""
-        return hashlib.sha256(inspect.getsource(sys.modules[__name__]).encode()).hexdigest()
+        """A hash of the code that the order depends on."""
+        return get_hash_for_files((__file__, inspect.getfile(written_storages), inspect.getfile(body_nodes)))
 
 
 class Sections(InductorChoices):
-    """Inductor's choices for a step: nothing is fused across the start of a collective, or its wait.
+    """Inductor's choices for a step: nothing is fused across a collective, its wait, or another write.
 
-    A fused operation would come where the last of its inputs is ready, and the collective after it.
+    A fused operation would come where the last of its inputs is ready, and the collective after it. And what
+    an operator such as ``bernoulli_`` writes, Inductor would read before it is written.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._starts = functools.cache(_starts)  # of the scheduler of each graph in this compilation
+        self._apart = functools.cache(_apart)  # of the scheduler of each graph in this compilation
 
     def can_fuse(  # type: ignore[override]  # torch calls its static method on the object
         self, scheduler: Any, node1: Any, node2: Any, shared_data_score: int
     ) -> bool:
         """Whether two nodes may be fused."""
         begin, end = min(node1.min_order, node2.min_order), max(node1.max_order, node2.max_order)
-        between = any(begin < start < end for start in self._starts(scheduler))
+        between = any(begin < place < end for place in self._apart(scheduler))
         return not between and super().can_fuse(scheduler, node1, node2, shared_data_score)
 
 
-def _starts(scheduler: Any) -> list[int]:
-    nodes = scheduler.name_to_node.values()
-    return [node.min_order for node in nodes if isinstance(node.node, _CollectiveKernel)]
+def _apart(scheduler: Any) -> list[int]:
+    """The places of operators that write to memory, and are no code of Inductor; collectives and waits do."""
+    nodes = (each for each in scheduler.name_to_node.values() if isinstance(each.node, ExternKernel))
+    return [each.min_order for each in nodes if any(out.get_mutations() for out in each.get_outputs())]
 
 
 def _fill(graph: fx.Graph) -> None:
@@ -115,14 +115,15 @@ def _needed(start: fx.Node, before: Before, placed: Mapping[fx.Node, None]) -> d
 
 
 def _dependencies(nodes: list[fx.Node]) -> Before:
-    """What must come before each node: its inputs, and by memory, random numbers and collectives what did."""
+    """What must come before each node: its inputs; for memory, random numbers and collectives, what did."""
     before: dict[fx.Node, dict[fx.Node, None]] = {}
     readers: dict[Any, list[fx.Node]] = {}
     writer: dict[Any, fx.Node] = {}
     for node in nodes:
         own = {each: None for each in node.all_input_nodes if each in before}
         random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-        kept = {"random": random, "sent": node.target in STARTS}  # in order, as if these were memory
+        sent = "c10d" in str(node.target) and node.target is not WAIT  # the user's own collectives, too
+        kept = {"random": random, "sent": sent}  # in order, as if these were memory
         written = [*written_storages(node), *(kind for kind, belongs in kept.items() if belongs)]
         used = dict.fromkeys([*read_storages(node), *storages(node), *written])
         own.update((writer[key], None) for key in used if key in writer)

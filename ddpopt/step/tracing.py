@@ -26,6 +26,7 @@ from torch._dynamo.comptime import comptime
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.pgo import auto_dynamic
 from torch._dynamo.source import AttrSource, DictGetItemSource
+from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables import builder
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.constant import ConstantVariable
@@ -40,12 +41,12 @@ from torch.utils._pytree import tree_map_only
 
 from ddpopt.errors import UnsupportedError
 from ddpopt.step.replicas import Replica, broadcast_buffers, source_name
+from ddpopt.step.settings import WHAT
 
 MOST = 16
 """Graphs of one step function."""
 LEVELS = ("debug", "info", "warn", "warning", "error", "exception", "critical", "log")
-LOGGING = {each for name in LEVELS if (each := getattr(logging.Logger, name, None))}
-"""Methods that write a log."""
+"""How the names of methods that write a log begin; libraries add some, such as ``warning_once``."""
 torch.library.define("ddpopt::mark", "(Tensor parameter, Tensor gradient, int[] modules) -> Tensor")
 torch.library.impl("ddpopt::mark", "default", lambda _, gradient, __: gradient.clone())
 MARK: Any = torch.ops.ddpopt.mark.default
@@ -84,6 +85,7 @@ def traceable(seen: Seen) -> Iterator[None]:
         seen: what Dynamo meets is added to it.
     """
     forward, accumulate = seen.traced
+    logs = {each for name, each in vars(logging.Logger).items() if name.partition("_")[0] in LEVELS}
     settings = torch._dynamo.config.patch(
         trace_autograd_ops=True,
         recompile_limit=MOST,
@@ -91,7 +93,7 @@ def traceable(seen: Seen) -> Iterator[None]:
         suppress_errors=False,
         skip_nnmodule_hook_guards=False,
         skip_fwd_side_effects_in_bwd_under_checkpoint=True,  # DDP's forward has some
-        ignore_logging_functions=torch._dynamo.config.ignore_logging_functions | LOGGING,
+        ignore_logging_functions=torch._dynamo.config.ignore_logging_functions | logs,
     )
     with settings, contextlib.ExitStack() as stack:
         stack.callback(_unname_constants)
@@ -171,7 +173,7 @@ def _unname_constants() -> None:
 def _backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
     """``torch.autograd.backward``; Dynamo traces only the method of a tensor."""
     if torch.compiler.is_dynamo_compiling() and isinstance(tensors, Tensor):
-        tensors.backward(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch types it not
+        tensors.backward(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     else:
         _eager_backward(tensors, *args, **kwargs)
 
@@ -213,13 +215,12 @@ class _Traced(UserDefinedObjectVariable):
                 group.items[key] = ConstantVariable(True, source=where)
 
 
-def _optimizer(seen: Seen, value: Optimizer, options: Any) -> _Traced:
+def _optimizer(seen: Seen, value: Optimizer, options: Any) -> Any:
     name, kind = source_name(options["source"]), type(value).__name__
     seen.optimizers[id(value)] = name, value
     if any(group.get("fused") for group in value.param_groups):
-        raise UnsupportedError(
-            f"train_step: {name} is {kind}(fused=True), whose update is one opaque kernel; build it with "
-            "foreach=True, or without fused: the graph fuses its operations"
-        )
+        raise UnsupportedError(f"{WHAT}: {name} is {kind}(fused=True), one opaque kernel; leave fused out")
     # not an OptimizerSource, for which Dynamo does not guard that a parameter is also the model's
-    return _Traced(value, **{**options, "source": options["source"].base})
+    own = _Traced(value, **{**options, "source": options["source"].base})
+    # without this, Dynamo would forget attributes that the step sets
+    return InstructionTranslator.current_tx().output.side_effects.track_object_existing(value, own)

@@ -21,11 +21,11 @@ from torch.utils._pytree import tree_leaves
 
 from ddpopt.ddp.agreement import group_name
 from ddpopt.ddp.impose import imposed_plan
-from ddpopt.errors import DdpoptError, UsageError
+from ddpopt.errors import DdpoptError, PlanMismatchError, UsageError
 from ddpopt.planning.plan import Plan
 from ddpopt.step.collectives import digests, insert_collectives, plan_step
 from ddpopt.step.compiling import compile_step
-from ddpopt.step.failures import agree, told
+from ddpopt.step.failures import agree, reported
 from ddpopt.step.fallback import inline
 from ddpopt.step.graphs import Captured, capture
 from ddpopt.step.overrides import Swap, passed, replacements, swapped
@@ -57,6 +57,8 @@ class TrainStep:
     """
 
     def __init__(self, function: Callable[..., Any], settings: StepSettings) -> None:
+        if not callable(function):
+            raise UsageError(f"{WHAT}: expected a function, got {function!r}; pass backend= by name")
         functools.update_wrapper(self, function)
         self.graphs: list[Graph] = []
         self._function = function
@@ -79,7 +81,7 @@ class TrainStep:
         if self._inline is None:
             try:
                 return self._run(args, kwargs)
-            except DdpoptError as error:
+            except (UsageError, PlanMismatchError) as error:
                 if self._settings.fallback is None:
                     raise
                 logger.info("ddpopt: the step runs in eager around a compiled model: %s", error)
@@ -95,32 +97,37 @@ class TrainStep:
             self._compiled = self._uncompiled()  # its graphs have other buckets
             self._imposed.clear()
         try:
-            with told(name), traceable(self._seen), swapped(self._swaps):
+            with reported(name), traceable(self._seen), swapped(self._swaps):
                 return self._compiled(*args, **kwargs)
         except DdpoptError as error:
             if not self._compared:  # the other ranks wait for this one
                 met = [replica.ddp for replica in self._seen.replicas.values()]
-                agree(met or [*self._imposed], {}, (), error)
+                agree(met or [*self._imposed] or self._near(args, kwargs), {}, (), error)
             raise
         finally:
             self._seen.forget()
 
     def _uncompiled(self) -> Any:
-        return torch.compile(self._function, fullgraph=True, backend=self._compile, isolate_recompiles=True)  # type: ignore[call-overload]  # torch types not all
+        return torch.compile(self._function, fullgraph=True, backend=self._compile, isolate_recompiles=True)  # type: ignore[call-overload]  # torch's overloads lack one
 
     def __get__(self, instance: object, owner: object = None) -> Any:
         """A step that is a method."""
         return self if instance is None else MethodType(self, instance)
 
-    def _replacements(self, args: Any, kwargs: Any) -> list[Swap]:
-        """The submodules to replace in the DDP modules that the function can read."""
-        read = inspect.getclosurevars(inspect.unwrap(self._function))
+    def _near(self, args: Any, kwargs: Any) -> list[DistributedDataParallel]:
+        """The DDP modules that the function can read."""
+        function = inspect.unwrap(self._function)
+        read = inspect.getclosurevars(function if inspect.isroutine(function) else lambda: None)
         near = tree_leaves([args, kwargs, {**read.globals}, {**read.nonlocals}])
-        ddps = [each for each in near if isinstance(each, DistributedDataParallel)]
+        return [*dict.fromkeys(each for each in near if isinstance(each, DistributedDataParallel))]
+
+    def _replacements(self, args: Any, kwargs: Any) -> list[Swap]:
+        """The submodules to replace in these modules."""
+        ddps = self._near(args, kwargs)
         for ddp in ddps:
             if ddp not in self._replaced:
                 self._replaced[ddp] = [*replacements(ddp.module, self._settings.overrides)]
-        return [swap for ddp in dict.fromkeys(ddps) for swap in self._replaced[ddp]]
+        return [swap for ddp in ddps for swap in self._replaced[ddp]]
 
     def _compile(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Dynamo's backend: compile its graph of a step."""
@@ -135,8 +142,7 @@ class TrainStep:
             graph, keys = Graph(captured.gm, plans), digests(captured, plans)
             compiled = compile_step(graph.gm, inputs, settings.backend)
         self.graphs.append(graph)
-        sizes = [len(plan.buckets) for plan in plans]
-        logger.info("ddpopt: a train step of %d nodes, buckets: %s", len(graph.gm.graph.nodes), sizes)
+        logger.info("ddpopt: captured a step; buckets: %s", [len(plan.buckets) for plan in plans])
 
         self._imposed.update((each.ddp, imposed_plan(each.ddp)) for each in captured.replicas)
         known = [(ref(each.ddp), each.name, group_name(each.ddp.process_group)) for each in captured.replicas]
@@ -165,6 +171,9 @@ class TrainStep:
                 f"{WHAT}: expected that the step calls a DistributedDataParallel module, and it calls none; "
                 "wrap the model in DDP first"
             )
+        for met in self._seen.replicas.values():
+            if self._settings.overrides and met.ddp not in self._replaced:
+                raise UsageError(f"{WHAT}: overrides do not reach {met.name}; pass it to the step")
         captured = capture(gm, inputs, self._seen)
         given = zip(captured.gm.graph.find_nodes(op="placeholder"), inputs, strict=True)
         state = {node.name: each for node, each in given if isinstance(each, torch.Tensor)}

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn, optim
+from torch import Tensor, fx, nn, optim
+from torch._inductor import config as inductor
 from torch._inductor.utils import fresh_cache, run_and_get_code
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -21,6 +22,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.utils._pytree import tree_leaves
 
 import ddpopt
+from ddpopt.ddp.impose import imposed_plan
 from ddpopt.errors import DdpoptError, PlanMismatchError, UnsupportedError, UsageError
 from ddpopt.ranks.group import Ranks
 from tests.multigpu.models import params_of
@@ -190,6 +192,15 @@ def regroup(_: Any, optimizer: Any, step: int) -> None:
         first["params"], second["params"] = second["params"], first["params"]
 
 
+class Slowing(optim.SGD):
+    count = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.count += 1
+        self.param_groups[0]["lr"] = 0.1 / self.count
+        return super().step(closure)
+
+
 def hook(model: Any, _: Any, step: int) -> None:
     if step == 2:
         model.module.layers[1].register_forward_hook(lambda _, __, output: output * 2)
@@ -220,6 +231,7 @@ WAYS = {
     "checkpoint": Way(checkpointed, model={"drop": 0.3}),
     "regrouped": Way(optimizer=two_groups, between=regroup, graphs=3),
     "rate within": Way(rate_within, adam(optim.AdamW, lr=0.1, foreach=True), tolerance=1e-4, between=halve),
+    "attribute": Way(optimizer=adam(Slowing), graphs=3),
     "imposed": Way(optimizer=sgd(), between=impose, graphs=2),
     "scheduled later": Way(optimizer=sgd(), between=schedule, graphs=2),
     "forward hook later": Way(between=hook, graphs=3),
@@ -352,7 +364,7 @@ def replace_a_parameter(model: Any) -> None:
 
 
 LATER: dict[str, Callable[[Any], object]] = {
-    "were replaced after DDP was built": replace_a_parameter,
+    "were replaced": replace_a_parameter,
     "model uses a communication hook": lambda model: model.register_comm_hook(None, allreduce_hook),
     "model uses hooks on parameters": lambda model: next(model.parameters()).register_hook(lambda g: g),
 }
@@ -441,12 +453,31 @@ class Residual(nn.Sequential):
 def test_each_bucket_leaves_before_the_next_layer_is_computed_in_inductors_code(ranks: Ranks) -> None:
     net = nn.Sequential(*(Residual(nn.LayerNorm(64), nn.Linear(64, 64)) for _ in range(4)))
     model = DDP(net, bucket_cap_mb=sum(p.nbytes for p in net[0].parameters()) / 2**20)
-    x = torch.ones(8, 64)
-    with fresh_cache():
+    x, passed = torch.ones(8, 64), list[fx.Graph]()
+    with fresh_cache(), inductor.patch(post_grad_custom_post_pass=passed.append):  # the user's own pass
         _, codes = run_and_get_code(ddpopt.train_step(plain), model, sgd()(model), x, x)
     calls = re.findall(r"extern_kernels\.(mm)\(|_c10d_functional\.(all_reduce)_\.|(wait)_tensor\.", codes[-1])
     order = " ".join("".join(call) for call in calls)
     assert order == "mm mm all_reduce " * 4 + "wait wait wait wait"
+    assert len(passed) == 1
+
+
+class Attention(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.1)
+
+
+def test_inductors_code_computes_what_eager_does_with_dropout(ranks: Ranks) -> None:
+    runs = []
+    for decorate in (lambda step: step, ddpopt.train_step):
+        torch.manual_seed(0)
+        model = DDP(Residual(nn.LayerNorm(8), Attention(8, 8)))
+        optimizer, step = sgd(momentum=0.9)(model), decorate(plain)
+        torch.manual_seed(ranks.rank)
+        losses = [step(model, optimizer, *torch.randn(2, 5, 8)) for _ in range(3)]
+        runs.append([*losses, *(each.detach() for each in model.parameters())])
+    assert not differences(ranks, runs[1], runs[0], 1e-4)
 
 
 def twice(model: Any, x: Tensor) -> None:
@@ -467,6 +498,12 @@ def differing(model: Any, x: Tensor) -> None:
         model(x).sum().backward()
 
 
+def branching_first(model: Any, x: Tensor) -> None:
+    if c10d.get_rank() and x.sum() > 0:
+        x = x * 2
+    model(x).sum().backward()
+
+
 def counting(model: Any, x: Tensor) -> None:
     model(x).sum().backward()
     torch.manual_seed(0)
@@ -483,6 +520,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "twice": (twice, "two backward passes of one step reduce the gradient of 'layers.3.bias' of model"),
     "branch": (branching, "in branching: `if loss > 0:`: it depends on values of a tensor"),
     "ranks differ": (differing, "the ranks' steps do not communicate alike"),
+    "branch on one rank, first": (
+        branching_first,
+        "in branching_first: `if c10d.get_rank() and x.sum() > 0:`",
+    ),
     "generator": (counting, "in counting: `torch.manual_seed(0)`"),
     "another model's optimizer": (updating, "optimizer (SGD) holds no parameter of model"),
     "fused": (updating, "optimizer is AdamW(fused=True)"),
@@ -497,10 +538,17 @@ def test_what_cannot_be_captured_is_said_and_leaves_everything_as_it_was(ranks: 
     optimizers = {"another model's optimizer": optim.SGD(OTHER.parameters()), "fused": fused}
     more = (optimizers[name],) if name in optimizers else ()
     before = [each.clone() for each in model.parameters()]
-    flags = torch.compiler._is_compiling_flag, torch.get_rng_state(), dict(vars(model))
+    flags = (
+        [DDP.forward, optim.Optimizer.zero_grad, torch.autograd.backward],
+        torch.get_rng_state(),
+        dict(vars(model)),
+    )
     step: Any = ddpopt.train_step(function, backend="aot_eager")
-    assert words in refusal(lambda: step(model, torch.ones(2, WIDTH), *more), DdpoptError)
-    assert flags[0] == torch.compiler._is_compiling_flag
+    try:
+        raise UsageError("another error, which is being handled")
+    except UsageError:
+        assert words in refusal(lambda: step(model, torch.ones(2, WIDTH), *more), DdpoptError)
+    assert flags[0] == [DDP.forward, optim.Optimizer.zero_grad, torch.autograd.backward]
     assert torch.equal(torch.get_rng_state(), flags[1])
     assert dict(vars(model)) == flags[2]
     assert all(map(torch.equal, model.parameters(), before))
@@ -516,5 +564,6 @@ def test_a_fallback_is_eager_around_a_compiled_model(ranks: Ranks, caplog: pytes
         for _ in range(2):
             step(model, torch.full((2, WIDTH), ranks.rank + 1.0))
         gradients.append([each.grad for each in model.parameters() if each.grad is not None])
+    assert imposed_plan(model) is not None
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
     assert sum("the step runs in eager around a compiled model" in each for each in caplog.messages) == 1
