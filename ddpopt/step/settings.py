@@ -13,7 +13,7 @@ from ddpopt.planning.plan import Plan
 from ddpopt.step.overrides import Override, Transform
 
 WHAT = "ddpopt.train_step"
-"""What errors call a step."""
+"""The name of `train_step` in error messages."""
 Fusion = Literal["concat", "coalesced"]
 Fallback = Literal["inline"]
 

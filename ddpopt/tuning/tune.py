@@ -5,11 +5,11 @@ free first. The earliest time at which the link is free after a run does not dep
 sent as a bucket for each class (dtype and device; a sparse gradient is a class of its own) in the order of
 their last gradients. So with one class no other buckets end the step earlier.
 
-Of equally early divisions, one is chosen that would be first on a faster link too (`FASTER`). Where a run
-may still begin at several gradients, it begins at the last one that leaves it `FINEST` of all bytes, or else
-at the first. Then buckets of one class that wait for the link together are merged, if they would also on the
-faster one, and with gradients that are complete later than measured (`LATE`). So no merge leaves the link
-idle; if the end is later all the same, nothing is merged.
+Of the divisions that end equally early, the one that ends first on a faster link is chosen (`FASTER`). Where
+a run may still begin at several gradients, it begins at the last one that leaves it `FINEST` of all bytes,
+or else at the first. Then buckets of one class that wait for the link together are merged, if they would
+also on the faster one, and with gradients that are complete later than measured (`LATE`). So no merge leaves
+the link idle; if the end is later all the same, nothing is merged.
 """
 
 import math
@@ -26,7 +26,7 @@ from ddpopt.tuning.records import LARGEST, Gradient, Link, Profile
 from ddpopt.tuning.simulate import simulate
 
 FASTER = 0.8
-"""How many times as long as measured all-reduces take on the faster link."""
+"""The time of an all-reduce on the faster link, as a share of the measured time."""
 FINEST = 0.05
 """The share of all bytes that a run has at least, if it is back as early as with fewer."""
 LATE = 0.25

@@ -3,7 +3,7 @@
 Without a ``world_size`` marker a test runs on torchrun's ranks, however many there are, or on as many as
 ``DDPOPT_NPROC`` says (default 2); with one, on no fewer than it names.
 
-In ``alone/`` stands how ranks are started, followed and ended; these tests start their own, the same on any
+``alone/`` tests how ranks are started, followed and ended; these tests start their own, the same on any
 number of ranks: on more than two they run at night only.
 
 Invariant: a test marked ``one_process``, and each in ``alone/``, runs once, in one process without a process

@@ -79,7 +79,7 @@ def train_watched(ddp: Any, setting: Setting, ranks: Ranks) -> tuple[list[Gradie
     ddp.register_comm_hook(None, hook_that_sees(ddp, lambda names: events[-1].append(("", *sorted(names)))))
     with hand_overs(ddp, lambda name: events[-1].append((name,)) if events else None):
         gradients = train(inlined(ddp), setting, ranks, events)
-    # the next step's backwards under no_sync come behind the last bucket
+    # the next step's backwards under no_sync come after the last bucket
     return gradients, [noted[: len(noted) - [*map(is_bucket, noted)][::-1].index(True)] for noted in events]
 
 
