@@ -100,7 +100,6 @@ def insert_collectives(captured: Captured, plans: Sequence[Plan], fusion: Fusion
             if order[reader] < order[nodes[-1]]:
                 raise UsageError(f"{WHAT}: {bucket.params[0]!r} is used before all backwards; run them first")
             _send(graph, f"{prefix}bucket_{bucket.index}", nodes, reader, fusion, group)
-    captured.gm.graph.lint()
     captured.gm.recompile()
 
 

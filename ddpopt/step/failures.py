@@ -25,7 +25,6 @@ from ddpopt.step import tracing
 from ddpopt.step.settings import WHAT
 
 FOLDERS = [os.path.dirname(module.__file__ or "") + os.sep for module in (torch, contextlib, ddpopt.errors)]
-LIBRARIES = ("<", *FOLDERS)
 FROM_DYNAMO = (TorchDynamoException, FailOnRecompileLimitHit)
 
 
@@ -75,14 +74,13 @@ def _reason(error: Exception) -> str:
             "the tensor and read it after the step, or use torch.where instead of a branch"
         )
     lines = [line.strip() for line in str(error).partition("\n\nfrom user code")[0].splitlines()]
-    kept = [line for line in lines if line and not line.startswith(("Developer debug", "For more details"))]
-    return " ".join(kept)
+    return " ".join(line for line in lines if line and not line.startswith(("Developer debug", "For more")))
 
 
 def _where(error: BaseException) -> str:
     """The innermost line of the user's code in an error's traceback."""
     stack = getattr(error, "real_stack", None) or ()
-    last = next((frame for frame in reversed(stack) if not frame.filename.startswith(LIBRARIES)), None)
+    last = next((frame for frame in reversed(stack) if not frame.filename.startswith(("<", *FOLDERS))), None)
     if last is None:
         return ""
     code = linecache.getline(last.filename, last.lineno or 0).strip()

@@ -149,5 +149,4 @@ def _require_own_optimizers(seen: Seen, read: set[int]) -> None:
     for name, optimizer in seen.optimizers.values():
         if not any(id(each) in read for group in optimizer.param_groups for each in group["params"]):
             modules = ", ".join(replica.name for replica in seen.replicas.values())
-            what = f"{name} ({type(optimizer).__name__})"
-            raise UsageError(f"{WHAT}: {what} holds no parameter of {modules}; build it from theirs")
+            raise UsageError(f"{WHAT}: {name} holds no parameter of {modules}; build it from theirs")

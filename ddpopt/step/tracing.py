@@ -30,6 +30,7 @@ from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables import builder
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.constant import ConstantVariable
+from torch._dynamo.variables.dicts import SideEffectsProxyDict
 from torch._dynamo.variables.functions import UserFunctionVariable
 from torch._dynamo.variables.hashable import HashableTracker
 from torch._dynamo.variables.lazy import LazyVariableTracker
@@ -108,13 +109,19 @@ def traceable(seen: Seen) -> Iterator[None]:
             (builder, "OptimizerVariable", lambda value, **options: _optimizer(seen, value, options)),
             (builder, "process_automatic_dynamic", _with_changing_rates),
             (TensorVariable, "method_attr_grad", _own_none),
+            (SideEffectsProxyDict, "side_effects", property(_side_effects, _nothing)),
         ):
-            stack.enter_context(patch.object(holder, name, value))
+            stack.enter_context(patch.object(holder, name, value, create=name == "side_effects"))
         yield
 
 
 def _nothing(*_: Any, **__: Any) -> None:
     """Instead of breaks of the graph in optimizers, and a check that what is returned keeps its history."""
+
+
+def _side_effects(_: Any = None) -> Any:
+    """What Dynamo knows of attributes; after it has traced a hook, objects still have what it knew before."""
+    return InstructionTranslator.current_tx().output.side_effects
 
 
 def _traced(seen: Seen) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -217,10 +224,10 @@ class _Traced(UserDefinedObjectVariable):
 
 def _optimizer(seen: Seen, value: Optimizer, options: Any) -> Any:
     name, kind = source_name(options["source"]), type(value).__name__
-    seen.optimizers[id(value)] = name, value
+    seen.optimizers[id(value)] = f"{name} ({kind})", value
     if any(group.get("fused") for group in value.param_groups):
         raise UnsupportedError(f"{WHAT}: {name} is {kind}(fused=True), one opaque kernel; leave fused out")
     # not an OptimizerSource, for which Dynamo does not guard that a parameter is also the model's
     own = _Traced(value, **{**options, "source": options["source"].base})
     # without this, Dynamo would forget attributes that the step sets
-    return InstructionTranslator.current_tx().output.side_effects.track_object_existing(value, own)
+    return _side_effects().track_object_existing(value, own)

@@ -130,10 +130,13 @@ def rate_within(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
 
 
 def two_losses(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    optimizer.noted = None
     output: Any = model(x)
+    output.register_hook(torch.neg)
     near, small = nn.functional.mse_loss(output, y), output.abs().mean()
+    optimizer.noted = near.detach()
     finished(near + 0.1 * small, optimizer)
-    return near.detach(), small.detach()
+    return optimizer.noted, small.detach()
 
 
 def checkpointed(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
