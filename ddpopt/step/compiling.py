@@ -1,8 +1,8 @@
 """Compile the graph of a step with a Dynamo backend, so that its collectives start early.
 
 Inductor moves operations that free no memory, such as a weight's gradient, behind all others; its passes that
-do so are off while a step is compiled, and it fuses nothing across the start of a collective. It generates
-code for numbers in a graph only where they are sizes, so changing numbers become tensors.
+do so are off while a step is compiled, and it fuses nothing across collectives and other writing operators.
+It generates code for numbers in a graph only where they are sizes, so changing numbers become tensors.
 
 Invariant: settings of torch are changed only while a backend compiles, and are then as before.
 """

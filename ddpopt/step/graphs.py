@@ -46,7 +46,7 @@ def capture(gm: fx.GraphModule, inputs: Sequence[Any], seen: Seen) -> Captured:
         seen: the modules and optimizers of the step.
 
     Raises:
-        UsageError: the step leaves gradients that DDP would not, or has an optimizer of another model.
+        UsageError: a gradient is missing or reduced twice, or the step reads no parameter of an optimizer.
     """
     replicas = tuple(seen.replicas.values())
     recorded = _recorded(gm, inputs)

@@ -59,7 +59,7 @@ class Seen:
 
     Attributes:
         replicas: the DDP modules, by ``id``.
-        optimizers: the optimizers with their names, by ``id``.
+        optimizers: the optimizers, each with what errors call it, by ``id``.
         averaging: ``id`` of the modules whose next backward is averaged.
         done: of these, those whose backward has run.
         traced: DDP's forward and the accumulation of a gradient, as Dynamo traces them.

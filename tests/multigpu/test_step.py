@@ -422,7 +422,7 @@ def test_adam_is_bitwise_a_compiled_optimizer_after_eager_gradients(ranks: Ranks
     def compiled(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
         loss = loss_of(model, x, y)
         loss.backward()
-        torch.compile(optimizer.step, backend="aot_eager")()  # type: ignore[no-untyped-call]  # torch types it not
+        torch.compile(optimizer.step, backend="aot_eager")()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         optimizer.zero_grad()
         return loss.detach()
 
@@ -450,7 +450,7 @@ def test_collectives_are_the_plans_buckets_and_the_explained_ones(ranks: Ranks) 
 
 class Residual(nn.Sequential):
     def forward(self, x: Tensor) -> Any:
-        return x + super().forward(x)  # type: ignore[no-untyped-call]  # torch types it not
+        return x + super().forward(x)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
 def test_each_bucket_leaves_before_the_next_layer_is_computed_in_inductors_code(ranks: Ranks) -> None:
