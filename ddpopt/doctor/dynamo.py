@@ -32,6 +32,7 @@ _FILLED = (
 _TORCH = Path(torch.__file__).parent
 _DDPOPT = Path(__file__).parents[1]
 _MICROSECONDS = 1e-6
+_utils: Any = torch._dynamo.utils  # private, and torch does not type all of it
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class Notes:
 
     def begin_step(self) -> None:
         """Mark the start of a training step."""
-        self.begun.append(len(_utils().get_compilation_metrics()))
+        self.begun.append(len(_utils.get_compilation_metrics()))
 
 
 def is_machinery(file: str) -> bool:
@@ -116,35 +117,34 @@ def taking_notes() -> Iterator[Notes]:
     Yields:
         The notes, complete once the block has ended.
     """
-    utils = _utils()
     handler = torch._dynamo.callback.callback_handler
-    before = {name: copy.copy(getattr(utils, name)) for name in _FILLED}
+    before = {name: copy.copy(getattr(_utils, name)) for name in _FILLED}
     callbacks = list(handler.start_callbacks), list(handler.end_callbacks)
-    metrics, active = utils._compilation_metrics, DistributedDataParallel._active_ddp_module
-    utils.counters.clear()
+    metrics, active = _utils._compilation_metrics, DistributedDataParallel._active_ddp_module
+    _utils.counters.clear()
     torch._dynamo.reset()
-    utils._compilation_metrics = deque()
+    _utils._compilation_metrics = deque()
     notes = Notes()
     try:
         yield notes
     finally:
-        _take_down(notes, utils)
+        _take_down(notes)
         torch._dynamo.reset()
-        utils._compilation_metrics = metrics
+        _utils._compilation_metrics = metrics
         DistributedDataParallel._active_ddp_module = active
         for name, value in before.items():
-            _refill(getattr(utils, name), value)
+            _refill(getattr(_utils, name), value)
         handler.start_callbacks[:], handler.end_callbacks[:] = callbacks
 
 
-def _take_down(notes: Notes, utils: Any) -> None:
+def _take_down(notes: Notes) -> None:
     notes.frames = tuple(
         _frame(metrics, max(sum(begun <= index for begun in notes.begun) - 1, 0))
-        for index, metrics in enumerate(utils.get_compilation_metrics())
+        for index, metrics in enumerate(_utils.get_compilation_metrics())
     )
-    stops = (Stop(stop.reason, tuple(stop.user_stack)) for stop in utils.graph_break_reasons)
+    stops = (Stop(stop.reason, tuple(stop.user_stack)) for stop in _utils.graph_break_reasons)
     notes.stops = tuple(stop for stop in stops if not all(is_machinery(f.filename) for f in stop.stack))
-    notes.graphs = int(utils.counters["stats"]["unique_graphs"])
+    notes.graphs = int(_utils.counters["stats"]["unique_graphs"])
 
 
 def _refill(container: Any, value: Any) -> None:
@@ -167,7 +167,3 @@ def _frame(metrics: Any, step: int) -> Frame:
         backward=backward,
         step=step,
     )
-
-
-def _utils() -> Any:
-    return torch._dynamo.utils

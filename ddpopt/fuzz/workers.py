@@ -8,7 +8,6 @@ import contextlib
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Self
 
 from ddpopt.fuzz.questions import WHOLE, Answer, Outcome, Task
 from ddpopt.fuzz.signatures import NO_END, FailureSignature, of_death, of_error
@@ -27,7 +26,7 @@ TASKS = 300
 """Number of tasks after which a worker is replaced, because Dynamo's caches grow."""
 
 
-class Worker:
+class Worker(contextlib.AbstractContextManager["Worker"]):
     """Answers tasks, on as many ranks as each needs.
 
     Args:
@@ -38,9 +37,6 @@ class Worker:
         self._limit_s = limit_s
         self._tasks = 0
         self._pool = Pool(1, host=answer_tasks)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._pool.close()

@@ -10,7 +10,7 @@ counted around the last backward only, when buckets are rebuilt and lazy backwar
 """
 
 # No postponed annotations here: DDP compares the annotations of a communication hook with types.
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,13 +78,7 @@ class FlopCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped 
             torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: sdpa_backward_flop,
         }
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run `func` and add its FLOPs, if there is a formula for it."""
         options = dict(kwargs or {})
         if isinstance(func, torch._ops.HigherOrderOperator):

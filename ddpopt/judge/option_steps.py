@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join, Joinable
 
-from ddpopt.judge.option_cases import set_extra
+from ddpopt.judge.option_cases import set_extra, trainable
 from ddpopt.judge.trainer import Place, Trainer
 from ddpopt.judge.updating import LEARNING_RATE, SCALE
 
@@ -128,14 +128,10 @@ def fewer_steps_later(place: Place, steps: int) -> int:
 # ---------------------------------------------------------------------------------------------- configure
 
 
-def comm_hook(hook: Callable[..., Any]) -> Callable[[Trainer], None]:
+def comm_hook(trainer: Trainer, hook: Callable[..., Any]) -> None:
     """Register one of torch's communication hooks."""
-
-    def configure(trainer: Trainer) -> None:
-        if trainer.ddp is not None:
-            trainer.ddp.register_comm_hook(trainer.place.group, hook)
-
-    return configure
+    if trainer.ddp is not None:
+        trainer.ddp.register_comm_hook(trainer.place.group, hook)
 
 
 def other_model(trainer: Trainer) -> None:
@@ -161,16 +157,15 @@ def hook_stepping(trainer: Trainer) -> None:
 
 def tensor_hook(trainer: Trainer) -> None:
     """Double the gradient of the first trainable parameter."""
-    first: Any = next(p for p in trainer.parallel.model.parameters() if p.requires_grad)
+    first: Any = trainable(trainer.parallel.model)[0][1]
     first.register_hook(lambda gradient: gradient * 2)  # torch does not type its hooks
 
 
 def accumulated_hooks(trainer: Trainer) -> None:
     """Count how often each gradient is accumulated."""
-    for name, parameter in trainer.parallel.model.named_parameters():
-        hookable: Any = parameter  # torch does not type its hooks
-        if parameter.requires_grad:
-            hookable.register_post_accumulate_grad_hook(_counting(trainer, f"accumulated {name}"))
+    parameter: Any  # torch does not type its hooks
+    for name, parameter in trainable(trainer.parallel.model):
+        parameter.register_post_accumulate_grad_hook(_counting(trainer, f"accumulated {name}"))
 
 
 def _counting(trainer: Trainer, what: str) -> Callable[..., None]:

@@ -43,7 +43,7 @@ def _sending(
     name: str, about: str, hook: Callable[..., Any], comm_dtype: torch.dtype | None = None
 ) -> Option:
     """An option with one of torch's communication hooks."""
-    return Option(name, about, "module", configure=do.comm_hook(hook), comm_dtype=comm_dtype)
+    return Option(name, about, "module", configure=partial(do.comm_hook, hook=hook), comm_dtype=comm_dtype)
 
 
 OPTIONS: tuple[Option, ...] = (

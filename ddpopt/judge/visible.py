@@ -231,12 +231,19 @@ class Sight:
                     self._inputs[path] = leaf
                     self._clear_once(leaf)
 
-    def returns(self, output: Any, forward: int = 0) -> dict[str, Any]:
-        """Record the output of a forward, by default the last; return its values and their form."""
+    def returns(self, output: Any, forward: int = 0, values: Any = None) -> dict[str, Any]:
+        """Record the output of a forward, by default the last; return its values and their form.
+
+        Args:
+            output: the output.
+            forward: the number of the forward.
+            values: the output with its values after the forward, if they may have changed.
+        """
         name = f"output{_which(forward or self._forwards)}"
         found: dict[str, Any] = {f"type of {path}": _type_of(value) for path, value in _walked(output, name)}
+        then = {} if values is None else dict(leaves(values, name))
         for path, leaf in leaves(output, name):
-            found[path] = _as_tensor(leaf)
+            found[path] = _as_tensor(then.get(path, leaf))
             if isinstance(leaf, Tensor):
                 self._outputs[path] = leaf
                 leaf_or_not = ", a leaf" if leaf.requires_grad and leaf.is_leaf else ""

@@ -8,6 +8,7 @@ Invariant: the parts are made, and random numbers seeded, as in a step that is n
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import is_dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,12 +46,14 @@ class _Captured:
         self.case, self.place, self.updates = trainer.case, trainer.place, trainer.updates
         self.parallel, self.batches = ddp, batches
         self.outputs: list[Any] = []
+        self.values: list[Any] = []
         self.last: Any = None
 
     def loss(self, part: int = 0) -> Tensor:
         """The loss of a part."""
         args, kwargs = self.batches[part]
         self.outputs.append(self.parallel(*args, **kwargs))
+        self.values.append(_mapped(_copied, self.outputs[-1]))  # a later forward may write to outputs
         loss: Tensor = self.case.loss(self.outputs[-1])
         self.last = loss.detach()
         return loss
@@ -75,9 +78,9 @@ def whole_step(trainer: Any, take_step: Step, decorate: Callable[[Any], Any]) ->
     def step(ddp: Any, batches: Mapping[int, Any]) -> Any:
         captured = _Captured(trainer, ddp, batches)
         take_step(captured)
-        computed = tree_map(_is_computed, captured.outputs)
-        outputs = tree_map(lambda each: each.detach() if _is_computed(each) else each, captured.outputs)
-        return outputs, computed, captured.last
+        computed = [_mapped(_is_computed, each) for each in captured.outputs]
+        outputs = [_mapped(_detached, each) for each in captured.outputs]
+        return outputs, captured.values, computed, captured.last
 
     run: Any = decorate(step)
 
@@ -92,11 +95,12 @@ def whole_step(trainer: Any, take_step: Step, decorate: Callable[[Any], Any]) ->
         batches = {part: trainer.inputs(part) for part in scout.parts}
         for part in scout.parts:
             trainer.sight.calls(*batches[part])
-        outputs, computed, trainer.last_loss = run(trainer.ddp, batches)
+        outputs, values, computed, trainer.last_loss = run(trainer.ddp, batches)
         known = sum(each.startswith(WHOLE) for each in trainer.compilations.graphs)
         trainer.compilations.graphs.extend(f"{WHOLE}{place}" for place in range(known, len(run.graphs)))
-        for forward, (output, of_graph) in enumerate(zip(outputs, computed, strict=True), 1):
-            trainer.extras |= trainer.sight.returns(tree_map(_attached, output, of_graph), forward)
+        for place, output in enumerate(outputs):
+            attached = _mapped(_attached, output, computed[place])
+            trainer.extras |= trainer.sight.returns(attached, place + 1, values[place])
 
     return take
 
@@ -104,6 +108,26 @@ def whole_step(trainer: Any, take_step: Step, decorate: Callable[[Any], Any]) ->
 def _draws(model: torch.nn.Module) -> Iterator[bool]:
     """Whether modules draw random numbers."""
     return (bool(getattr(module, "p", 0)) and module.training for module in model.modules())
+
+
+def _mapped(function: Callable[..., Any], output: Any, *others: Any) -> Any:
+    """`tree_map`, which takes a dataclass for a leaf."""
+    if not is_dataclass(output):
+        return tree_map(function, output, *others)
+    found = {
+        name: tree_map(function, value, *(vars(each)[name] for each in others))
+        for name, value in vars(output).items()
+    }
+    kind: Any = type(output)
+    return kind(**found)
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if _is_computed(value) else value
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def _is_computed(value: Any) -> bool:

@@ -6,6 +6,9 @@ Invariant: after ``stop`` none of our callbacks is left.
 from contextlib import suppress
 from typing import Any
 
+from torch._dynamo.callback import callback_handler
+from torch._dynamo.utils import counters  # private, like the callbacks
+
 
 class Compilations:
     """The graphs that Dynamo compiles between :meth:`start` and :meth:`stop`.
@@ -20,16 +23,14 @@ class Compilations:
 
     def start(self) -> None:
         """Start recording."""
-        handler = _dynamo().callback_handler
-        handler.register_start_callback(self._started)
-        handler.register_end_callback(self._ended)
+        callback_handler.register_start_callback(self._started)
+        callback_handler.register_end_callback(self._ended)
 
     def stop(self) -> None:
         """Stop recording; Dynamo's callbacks are as before :meth:`start`."""
-        handler = _dynamo().callback_handler
         with suppress(ValueError):  # torch._dynamo.reset() removes every callback
-            handler.remove_start_callback(self._started)
-            handler.remove_end_callback(self._ended)
+            callback_handler.remove_start_callback(self._started)
+            callback_handler.remove_end_callback(self._ended)
 
     def _started(self, _: Any) -> None:
         self._count_at_start = self._count()
@@ -40,11 +41,4 @@ class Compilations:
             self.graphs.append(arguments.compile_id)
 
     def _count(self) -> int:
-        return int(_dynamo().utils.counters["stats"]["unique_graphs"])
-
-
-def _dynamo() -> Any:
-    # Imported when needed: this takes a second. Its callbacks and counters are private.
-    import torch._dynamo
-
-    return torch._dynamo
+        return int(counters["stats"]["unique_graphs"])

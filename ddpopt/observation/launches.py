@@ -72,13 +72,7 @@ class LaunchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torc
         """Tell Dynamo that this mode need not see operators that run during compilation."""
         return True
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        _types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator, and report it."""
         if func is torch.ops.ddpopt.hand_over.default and type(args[0][0]) is Tensor:  # not while tracing
             with self:  # the mode must also see the reducer's launches inside this operator

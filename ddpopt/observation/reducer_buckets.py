@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ddpopt.ddp.agreement import group_name
 from ddpopt.ddp.impose import imposed_plan
-from ddpopt.planning.bucket_rule import initial_buckets, specs_from_ddp
+from ddpopt.planning.bucket_rule import ParamSpec, initial_buckets, specs_from_ddp
 from ddpopt.planning.limits import BucketConfig
 from ddpopt.planning.plan import Plan, SentTogether
 from ddpopt.planning.reduced import bucket_members, running_reducer
@@ -44,17 +44,9 @@ def running_buckets(ddp: Any) -> tuple[ObservedBucket, ...]:
     """
     names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
     members = bucket_members(running_reducer(ddp)) or _predicted(ddp)
-    return tuple(
-        ObservedBucket(
-            index=index,
-            params=tuple(names.get(id(parameter), "(replaced)") for parameter in parameters),
-            nbytes=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
-            dtype=str(parameters[0].dtype).removeprefix("torch."),
-            device=str(parameters[0].device),
-            group=group_name(ddp.process_group),
-        )
-        for index, parameters in enumerate(members)
-    )
+    specs = [[ParamSpec.of(names.get(id(p), "(replaced)"), p) for p in bucket] for bucket in members]
+    group = group_name(ddp.process_group)
+    return tuple(ObservedBucket.of(index, bucket, group) for index, bucket in enumerate(specs))
 
 
 def buckets_of(plan: Plan) -> tuple[ObservedBucket, ...]:

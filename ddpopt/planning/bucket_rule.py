@@ -41,6 +41,12 @@ class ParamSpec:
     device: str
     sparse: bool = False
 
+    @classmethod
+    def of(cls, name: str, param: torch.Tensor, *, sparse: bool = False) -> "ParamSpec":
+        """Describe a parameter under a name."""
+        dtype = str(param.dtype).removeprefix("torch.")
+        return cls(name, param.numel() * param.element_size(), dtype, str(param.device), sparse)
+
 
 Specs = Mapping[int, ParamSpec]
 """The parameters that DDP reduces, by ``id`` of the parameter, in the order of the reducer's list."""
@@ -182,11 +188,6 @@ def specs_from_module(module: nn.Module, ignored: Iterable[str] = ()) -> tuple[P
         for own_name, param in owner.named_parameters(recurse=False):
             if param.requires_grad and f"{prefix}.{own_name}" not in left_out:
                 name = names.get(id(param), f"{prefix}.{own_name}")
-                specs.setdefault(id(param), _spec(name, owner, param))
+                sparse = isinstance(owner, nn.Embedding | nn.EmbeddingBag) and bool(owner.sparse)
+                specs.setdefault(id(param), ParamSpec.of(name, param, sparse=sparse))
     return tuple(specs.values())
-
-
-def _spec(name: str, owner: nn.Module, param: nn.Parameter) -> ParamSpec:
-    sparse = isinstance(owner, nn.Embedding | nn.EmbeddingBag) and bool(owner.sparse)
-    dtype = str(param.dtype).removeprefix("torch.")
-    return ParamSpec(name, param.numel() * param.element_size(), dtype, str(param.device), sparse)

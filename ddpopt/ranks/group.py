@@ -183,7 +183,10 @@ def grouped(
     try:
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **where)
     except BaseException:
-        _forget_failed_group()
+        # Keep the next default group's name equal on all ranks: torch also counts a group it failed to make.
+        # Private in torch; `destroy_process_group` does the same, but only for a group that was made.
+        world: Any = dist.distributed_c10d._world
+        world.group_count = 0
         raise
     ranks = _view(limits or Limits(), send, timeout_s)
     try:
@@ -224,15 +227,6 @@ def one_rank() -> Iterator[None]:
     c10d: Any = dist  # torch does not mark its re-exports
     with grouped(COLLECTIVE_LIMIT_S, (c10d.HashStore(), 0, 1), backend="gloo"):
         yield
-
-
-def _forget_failed_group() -> None:
-    """Keep the next default group's name equal on all ranks: torch also counts a group it failed to make.
-
-    Private in torch; `destroy_process_group` does the same, but only for a group that was made.
-    """
-    world: Any = dist.distributed_c10d._world
-    world.group_count = 0
 
 
 @contextmanager

@@ -86,7 +86,7 @@ def launch(
         return pool.run(task, *args, limit_s=limit_s, on_event=on_event)
 
 
-class Pool:
+class Pool(contextlib.AbstractContextManager["Pool"]):
     """A set of ranks that run one task after another."""
 
     def __init__(
@@ -118,9 +118,6 @@ class Pool:
         self._ranks: list[_Rank] = []
         self._open = contextlib.ExitStack()
         self._tasks = 0
-
-    def __enter__(self) -> "Pool":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -20,10 +20,10 @@ from torch._inductor.virtualized import V
 from torch.fx.passes import _tensorify_python_scalars
 
 from ddpopt.dynamo.backend import configured, find_compiler
+from ddpopt.graph import numbers
 from ddpopt.graph.effects import written_storages
 from ddpopt.graph.nodes import CompilerFn, body_nodes, storages
 from ddpopt.inline.inductor import is_inductor
-from ddpopt.step import numbers
 from ddpopt.step.schedule import Schedule, Sections
 
 
@@ -42,7 +42,7 @@ def compile_step(gm: fx.GraphModule, inputs: Sequence[Any], backend: str | Compi
     _relax_views(gm)
     if is_inductor(compiler):
         # the code of traced functions is part of the key under which Inductor keeps traces on disk
-        traced = {"ddpopt.step.numbers.with_tensors": inspect.getsource(numbers)}
+        traced = {"ddpopt.graph.numbers.with_tensors": inspect.getsource(numbers)}
         passes = get_custom_graph_passes(config.post_grad_custom_post_pass)
         in_order = {
             "reorder_for_locality": False,

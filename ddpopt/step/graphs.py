@@ -16,7 +16,8 @@ from torch._guards import TracingContext
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ddpopt.errors import UsageError
-from ddpopt.graph.nodes import CHECKPOINT
+from ddpopt.graph.effects import written_storages
+from ddpopt.graph.nodes import CHECKPOINT, read_storages
 from ddpopt.step.replicas import AVERAGE, Averaged, Replica, require_all_used, slots_of
 from ddpopt.step.settings import WHAT
 from ddpopt.step.tracing import MARK, Seen
@@ -77,12 +78,24 @@ def _recorded(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
     fakes = [_fake(context, each, value) for each, value in zip(traced, inputs, strict=True)]
     torch.clear_autocast_cache()
     with context.fake_mode, torch.autograd.set_multithreading_enabled(False), torch.enable_grad():
-        found: fx.GraphModule = make_fx(_RecordingInterpreter(gm).run)(*fakes)
+        found: fx.GraphModule = make_fx(_RecordingInterpreter(gm).run, EAGERS_ORDER)(*fakes)
     torch.clear_autocast_cache()
     for node, given in zip(found.graph.find_nodes(op="placeholder"), placeholders, strict=True):
         node._rename(given.name)
         node.target = node.name
     return found
+
+
+def _bernoulli(tensor: Tensor, p: float = 0.5, generator: Any = None) -> Any:
+    """Draw numbers in the order of memory, as eager; a backend draws a contiguous tensor."""
+    order = sorted(range(tensor.dim()), key=tensor.stride().__getitem__, reverse=True)
+    if order == sorted(order):
+        return NotImplemented
+    tensor.permute(order).bernoulli_(p, generator=generator)
+    return tensor
+
+
+EAGERS_ORDER: Any = {torch.ops.aten.bernoulli_.float: _bernoulli}
 
 
 def _fake(context: Any, traced: Any, value: Any) -> Any:
@@ -106,12 +119,18 @@ def _mark(
     slots: list[Averaged] = []
     marks = graph.find_nodes(op="call_function", target=MARK)  # by turns, before and after an accumulation
     pairs = zip(marks[::2], marks[1::2], strict=True)
+    writers: dict[int, list[fx.Node]] = {}
+    for node in graph.nodes:
+        for key in written_storages(node):
+            writers.setdefault(key, []).append(node)
     for begin, end in sorted(pairs, key=lambda pair: order[pair[0].args[1]]):
-        parameter, gradient, modules = end.args
+        parameter, gradient, modules, first = end.args
         while parameter.op == "call_function" and parameter.target._schema.name.endswith("_"):
             parameter = parameter.args[0]  # as it was before the step wrote to it
         averaged_by = known.get(id(real.get(parameter)), ())
-        running = [each for each in averaged_by if id(each.replica.ddp) in modules]
+        times = [modules.count(id(each.replica.ddp)) for each in averaged_by]
+        # DDP averages once after a forward; after that, gradients that begin again are the rank's own
+        running = [each for each, n in zip(averaged_by, times, strict=True) if n > (first and each in slots)]
         found = [*{each.sent: each for each in running}.values()]  # once for each group
         for averaged in found:
             if averaged in slots:
@@ -127,19 +146,25 @@ def _mark(
         end.replace_all_uses_with(gradient)
         begin.replace_all_uses_with(begin.args[1])
         if found:
-            _move_up(begin, gradient)
+            _move_up(begin, gradient, writers)
         graph.erase_node(end)
         graph.erase_node(begin)
     return tuple(slots)
 
 
-def _move_up(begin: fx.Node, last: fx.Node) -> None:
-    """Move an accumulation to where its gradient is ready."""
-    source: Any = begin.args[1]
+def _move_up(begin: fx.Node, last: fx.Node, writers: Mapping[int, Sequence[fx.Node]]) -> None:
+    """Move an accumulation to where all that it reads is ready."""
+    moved: list[Any] = [begin.next]
+    while moved[-1] is not last:
+        moved.append(moved[-1].next)
+    read = {key for node in moved for key in read_storages(node)}
+    own = {key for node in moved for key in written_storages(node)}
+    before: set[Any] = {begin.args[1], *(each for node in moved for each in node.all_input_nodes)}
+    before.update(each for key in read - own for each in writers.get(key, ()))
+    source: Any = max(each for each in before if each < begin)
     while source.next.op == "placeholder":
         source = source.next
-    while source is not last:
-        node = begin.next  # it leaves, and another one follows
+    for node in moved:
         source.append(node)
         source = node
 

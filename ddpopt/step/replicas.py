@@ -52,7 +52,7 @@ class Averaged:
 
 def source_name(source: Any) -> str:
     """The name of an object in the user's code, from Dynamo's."""
-    return re.sub(r"\._modules\['(\w+)'\]", r".\1", re.sub(r"^[LG]\['(\w+)'\]", r"\1", source.name))
+    return re.sub(r"\._\w+\['(\w+)'\]", r".\1", re.sub(r"^[LG]\['(\w+)'\]", r"\1", source.name))
 
 
 def slots_of(replicas: Iterable[Replica]) -> Mapping[int, Sequence[Averaged]]:
@@ -78,20 +78,24 @@ def slots_of(replicas: Iterable[Replica]) -> Mapping[int, Sequence[Averaged]]:
 
 
 def require_supported(name: str, ddp: Any) -> None:
-    """Check that a module has no hooks and no options that a step does not know; raises UnsupportedError."""
+    """Check that a module has no options that a step does not know; raises UnsupportedError."""
     problems = {
         "a communication hook": bool(ddp._get_ddp_logging_data().get("comm_hook")) or bool(ddp._comm_hooks),
         "mixed_precision": ddp.mixed_precision is not None,
         "a buffer hook": hasattr(ddp, "buffer_hook"),
         "join()": ddp._join_config.enable,
         "delay_all_reduce_named_params": bool(ddp._delay_all_reduce_params),
-        "hooks on parameters": any(
-            each._backward_hooks or getattr(each, "_post_accumulate_grad_hooks", None)
-            for each in ddp.parameters()
-        ),
     }
     if wrong := [what for what, there in problems.items() if there]:
         raise UnsupportedError(f"{WHAT} does not support that {name} uses {' and '.join(wrong)}; {INSTEAD}")
+
+
+def require_no_hooks(names: Iterable[str], inputs: Iterable[Any]) -> None:
+    """Check that no tensor that the step reads has hooks; raises UnsupportedError."""
+    hooks = "_backward_hooks", "_post_accumulate_grad_hooks"
+    for name, each in zip(names, inputs, strict=True):
+        if any(getattr(each, kind, None) for kind in hooks):
+            raise UnsupportedError(f"{WHAT} does not support that {name} has hooks; {INSTEAD}")
 
 
 def broadcast_buffers(ddp: Any) -> None:

@@ -21,21 +21,15 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch._dynamo import polyfills
+from torch._dynamo import polyfills, variables
 from torch._dynamo.comptime import comptime
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.pgo import auto_dynamic
 from torch._dynamo.source import AttrSource, DictGetItemSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
-from torch._dynamo.variables import builder
-from torch._dynamo.variables.base import VariableTracker
-from torch._dynamo.variables.constant import ConstantVariable
+from torch._dynamo.variables import ConstantVariable, TensorVariable, builder
 from torch._dynamo.variables.dicts import SideEffectsProxyDict
-from torch._dynamo.variables.functions import UserFunctionVariable
 from torch._dynamo.variables.hashable import HashableTracker
-from torch._dynamo.variables.lazy import LazyVariableTracker
-from torch._dynamo.variables.tensor import TensorVariable
-from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer, lr_scheduler
 from torch.utils._pytree import tree_map_only
@@ -48,8 +42,8 @@ MOST = 16
 """Graphs of one step function."""
 LEVELS = ("debug", "info", "warn", "warning", "error", "exception", "critical", "log")
 """How the names of methods that write a log begin; libraries add some, such as ``warning_once``."""
-torch.library.define("ddpopt::mark", "(Tensor parameter, Tensor gradient, int[] modules) -> Tensor")
-torch.library.impl("ddpopt::mark", "default", lambda _, gradient, __: gradient.clone())
+torch.library.define("ddpopt::mark", "(Tensor read, Tensor gradient, int[] modules, bool first) -> Tensor")
+torch.library.impl("ddpopt::mark", "default", lambda _, gradient, *__: gradient.clone())
 MARK: Any = torch.ops.ddpopt.mark.default
 """Marks a gradient before it is accumulated, and what it is afterwards."""
 
@@ -60,7 +54,7 @@ class Seen:
     Attributes:
         replicas: the DDP modules, by ``id``.
         optimizers: the optimizers, each with what errors call it, by ``id``.
-        averaging: ``id`` of the modules whose next backward is averaged.
+        averaging: ``id`` of the modules whose next backward is averaged; twice, if one was before.
         done: of these, those whose backward has run.
         traced: DDP's forward and the accumulation of a gradient, as Dynamo traces them.
     """
@@ -89,6 +83,7 @@ def traceable(seen: Seen) -> Iterator[None]:
     logs = {each for name, each in vars(logging.Logger).items() if name.partition("_")[0] in LEVELS}
     settings = torch._dynamo.config.patch(
         trace_autograd_ops=True,
+        enable_dynamo_decompositions=False,  # into operators that round differently
         recompile_limit=MOST,
         accumulated_recompile_limit=sys.maxsize,  # of all steps of one function
         suppress_errors=False,
@@ -108,6 +103,7 @@ def traceable(seen: Seen) -> Iterator[None]:
             (OutputGraph, "_validate_outputs_safe_for_autograd_nodes", _nothing),
             (builder, "OptimizerVariable", lambda value, **options: _optimizer(seen, value, options)),
             (builder, "process_automatic_dynamic", _with_changing_rates),
+            (builder, "handle_traced_output", _still_a_parameter),
             (TensorVariable, "method_attr_grad", _own_none),
             (SideEffectsProxyDict, "side_effects", property(_side_effects, _nothing)),
         ):
@@ -140,28 +136,39 @@ def _traced(seen: Seen) -> tuple[Callable[..., Any], Callable[..., Any]]:
             device = torch.device(self.device_type, self.device_ids[0])
             inputs, kwargs = tree_map_only(Tensor, lambda each: each.to(device), (inputs, kwargs))
         output = self.module(*inputs, **kwargs)
-        if key in done and torch.is_grad_enabled():
-            done.remove(key)
-            averaging.remove(key)
-        if trains and key not in averaging:
-            averaging.append(key)
+        if torch.is_grad_enabled():
+            _expect(averaging, done, key, trains)
         self.require_forward_param_sync = trains
+        if self.find_unused_parameters and not self.static_graph and self._ddp_sink_clone:
+            return tree_map_only(Tensor, lambda each: each if each.is_leaf else each.clone(), output)
         return output
 
     def accumulate(parameter: Tensor, gradient: Tensor | None, new: Tensor | None) -> Tensor | None:
         if new is None or not averaging:
             return cast("Tensor | None", _accumulate(parameter, gradient, new))
         done[:] = averaging
-        found: Tensor = _accumulate(parameter, gradient, torch.ops.ddpopt.mark(parameter, new, averaging))
-        found = torch.ops.ddpopt.mark(parameter, found, averaging)
+        first = gradient is None
+        marked = torch.ops.ddpopt.mark(parameter, new, averaging, first)
+        found: Tensor = _accumulate(parameter, gradient, marked)
+        found = torch.ops.ddpopt.mark(parameter, found, averaging, first)
         return found if gradient is None else gradient.copy_(found)
 
     return forward, accumulate
 
 
+def _expect(averaging: list[int], done: list[int], key: int, trains: bool) -> None:
+    """Note a forward of a module: its next backward is averaged if it trains."""
+    if trains and (key in done or key not in averaging):
+        averaging.append(key)
+    elif key in done:
+        averaging[:] = [each for each in averaging if each != key]
+    done[:] = [each for each in done if each != key]
+
+
 _gradient: Any = TensorVariable.method_attr_grad
 _eager_backward: Any = torch.autograd.backward
 _accumulate: Any = polyfills.accumulate_grad
+_traced_output: Any = builder.handle_traced_output
 _process: Any = builder.process_automatic_dynamic  # type: ignore[attr-defined]  # it imports it
 
 
@@ -191,13 +198,23 @@ def _own_none(variable: Any, tx: Any) -> Any:
     return ConstantVariable(None) if found is not None and found.is_python_constant() else found
 
 
-class _Traced(UserDefinedObjectVariable):
+def _still_a_parameter(value: Any, tx: Any, proxy: Any, *rest: Any) -> Any:
+    """What an operator returns; of a parameter that it wrote to, Dynamo would lose the gradient."""
+    written: Any = getattr(next(iter(proxy.node.args), None), "meta", {})
+    if "grapharg" in written and written["example_value"] is value and value.is_leaf:
+        return _side_effects().id_to_variable[id(written["grapharg"].example)]
+    return _traced_output(value, tx, proxy, *rest)
+
+
+class _Traced(variables.UserDefinedObjectVariable):
     """An optimizer whose state is made in the graph."""
 
     def generic_getattr(self, tx: Any, name: str) -> Any:
         """Look up an attribute; what Dynamo skips otherwise is traced."""
         own: Any = vars(self.value).get(name)
         if name == "_init_group":
+            # Adam is what a compiled Adam is
+            torch._dynamo.config.enable_dynamo_decompositions = isinstance(self.value, torch.optim.Adam)
             return self._bound(tx, inspect.unwrap(getattr(type(self.value), name)))
         if name == "step" and getattr(own, "__globals__", None) is vars(lr_scheduler):
             vars(self.value)["_opt_called"] = True  # as a scheduler's wrapper does
@@ -207,16 +224,16 @@ class _Traced(UserDefinedObjectVariable):
         return super().generic_getattr(tx, name)
 
     def _bound(self, tx: Any, function: Any) -> Any:
-        method: Any = UserFunctionVariable(function).tp_descr_get_impl(tx, self, cast("Any", None))
+        method: Any = variables.UserFunctionVariable(function).tp_descr_get_impl(tx, self, cast("Any", None))
         method.source = method.source_fn = None  # its defaults are not those of what Dynamo skips
         return method
 
     def _count_in_tensors(self, tx: Any) -> None:
         """Let step counts be tensors, as in any compiled optimizer; the groups keep what they have."""
         source: Any = AttrSource(cast("Any", self.source), "param_groups")
-        groups: Any = VariableTracker.build(tx, cast("Any", self.value).param_groups, source)
+        groups: Any = variables.VariableTracker.build(tx, cast("Any", self.value).param_groups, source)
         key = HashableTracker(ConstantVariable("capturable"))
-        for group in LazyVariableTracker.realize_all(groups).items:
+        for group in variables.LazyVariableTracker.realize_all(groups).items:
             if key in group.items:
                 where = DictGetItemSource(group.source, "capturable")
                 group.items[key] = ConstantVariable(True, source=where)

@@ -19,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from ddpopt.ddp.agreement import group_name
 from ddpopt.ddp.impose import imposed_plan
 from ddpopt.errors import DdpoptError, PlanMismatchError, UsageError
 from ddpopt.planning.plan import Plan
@@ -29,7 +28,7 @@ from ddpopt.step.failures import agree, reported
 from ddpopt.step.fallback import inline
 from ddpopt.step.graphs import Captured, capture
 from ddpopt.step.overrides import Swap, passed, replacements, swapped
-from ddpopt.step.replicas import require_supported
+from ddpopt.step.replicas import require_no_hooks, require_supported, source_name
 from ddpopt.step.settings import RUNNING, WHAT, StepSettings
 from ddpopt.step.tracing import Seen, traceable
 
@@ -64,7 +63,7 @@ class TrainStep:
         self._function = function
         self._settings = settings
         self._compiled = self._uncompiled()
-        self._imposed: WeakKeyDictionary[DistributedDataParallel, Plan | None] = WeakKeyDictionary()
+        self._bound: WeakKeyDictionary[DistributedDataParallel, Any] = WeakKeyDictionary()
         self._seen = Seen()
         self._compared = False
         self._replaced: WeakKeyDictionary[DistributedDataParallel, Sequence[Swap]] = WeakKeyDictionary()
@@ -93,16 +92,16 @@ class TrainStep:
         name = getattr(self._function, "__qualname__", repr(self._function))
         self._swaps = self._replacements(args, kwargs) if self._settings.overrides else []
         self._compared = False
-        if any(imposed_plan(ddp) != plan for ddp, plan in self._imposed.items()):
+        if any(_bound(ddp) != then for ddp, then in self._bound.items()):
             self._compiled = self._uncompiled()  # its graphs have other buckets
-            self._imposed.clear()
+            self._bound.clear()
         try:
             with reported(name), traceable(self._seen), swapped(self._swaps):
                 return self._compiled(*args, **kwargs)
         except DdpoptError as error:
             if not self._compared:  # the other ranks wait for this one
                 met = [replica.ddp for replica in self._seen.replicas.values()]
-                agree(met or [*self._imposed] or self._near(args, kwargs), {}, (), error)
+                agree(met or [*self._bound] or self._near(args, kwargs), {}, (), error)
             raise
         finally:
             self._seen.forget()
@@ -144,18 +143,15 @@ class TrainStep:
         self.graphs.append(graph)
         logger.info("ddpopt: captured a step; buckets: %s", [len(plan.buckets) for plan in plans])
 
-        self._imposed.update((each.ddp, imposed_plan(each.ddp)) for each in captured.replicas)
-        known = [(ref(each.ddp), each.name, group_name(each.ddp.process_group)) for each in captured.replicas]
+        self._bound.update((each.ddp, _bound(each.ddp)) for each in captured.replicas)
+        names = [_named(node) for node in gm.graph.find_nodes(op="placeholder")]
+        known = [(ref(each.ddp), each.name) for each in captured.replicas]
 
         def run(*inputs: Any) -> Any:
-            ddps: list[Any] = [each() for each, _, _ in known]
-            for ddp, (_, name, group) in zip(ddps, known, strict=True):
+            ddps: list[Any] = [each() for each, _ in known]
+            for ddp, (_, name) in zip(ddps, known, strict=True):
                 require_supported(name, ddp)  # a hook may be new
-                if (now := group_name(ddp.process_group)) != group:
-                    raise UsageError(
-                        f"{WHAT}: {name} is in group {now or 'default'}, but its graph sends in "
-                        f"{group or 'default'}; make it again"
-                    )
+            require_no_hooks(names, inputs)
             self._compared = True
             agree(ddps, keys, plans)
             RUNNING.update(zip(ddps, plans, strict=True))
@@ -181,3 +177,13 @@ class TrainStep:
             what = f"{type(override).__name__}.transform"
             captured.gm = passed(override.transform, captured.gm, what, state)
         return captured
+
+
+def _bound(ddp: Any) -> tuple[Plan | None, str]:
+    """What a graph is compiled for: a module's imposed plan, and its process group."""
+    return imposed_plan(ddp), ddp.process_group.group_name
+
+
+def _named(node: fx.Node) -> str:
+    """An input, as the user would write it."""
+    return source_name(node.meta["grapharg"].source) if "grapharg" in node.meta else node.name

@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_map_only
 from ddpopt.cases.case import Call, Case, mean_square
 from ddpopt.errors import UsageError, VerificationError
 from ddpopt.judge.engine import Engine
-from ddpopt.judge.verdict import Verdict
 from ddpopt.ranks.group import one_rank
 
 
@@ -66,7 +65,9 @@ def assert_ddp_equal(  # noqa: PLR0913  # every part of a data-parallel step
             f"model: expected a module that is not wrapped in DDP, got {type(model).__name__}. Pass the "
             "module itself, and DDP's arguments as ddp_kwargs."
         )
-    verify_here = _verify_here()
+    with warnings.catch_warnings():  # from torch, importing Inductor; a user may turn warnings into errors
+        warnings.simplefilter("ignore")
+        from ddpopt.judge.runner import verify_here  # heavy, as is Inductor: not at the top
     with one_rank(), _trace_not_captured():
         calls = [_call(inputs, kwargs, step) for step in range(steps)]
         case = _case(model, calls, loss or mean_square, ddp_kwargs or {})
@@ -75,14 +76,6 @@ def assert_ddp_equal(  # noqa: PLR0913  # every part of a data-parallel step
         verdict.require()
     except VerificationError as error:
         raise DdpNotEqualError(str(error)) from None
-
-
-def _verify_here() -> Callable[..., Verdict]:
-    """Import the suite and Inductor late: a process that only starts ranks needs neither."""
-    with warnings.catch_warnings():  # from torch, importing Inductor; a user may turn warnings into errors
-        warnings.simplefilter("ignore")
-        from ddpopt.judge.runner import verify_here
-    return verify_here
 
 
 @contextmanager

@@ -82,7 +82,10 @@ class ViewAcrossBreak(Blocks):
 
 
 class Checkpointed(Blocks):
-    """Every block is recomputed in backward, except values that a context function saves."""
+    """Activation checkpointing of every block, whose parameters are operands of a higher-order op.
+
+    Every block is recomputed in backward, except values that a context function saves.
+    """
 
     def __init__(self, dim: int, layers: int, context_fn: Callable[[], Any] | None = None) -> None:
         super().__init__(dim, layers)
@@ -150,12 +153,7 @@ CASES = (
     blocks_case("no_grad", NoGradSpan, layers=5),
     blocks_case("graph_break", OwnBreak, layers=6, graphs=2),
     blocks_case("view_across_break", ViewAcrossBreak, layers=6, graphs=2),
-    blocks_case(
-        "checkpoint",
-        Checkpointed,
-        "activation checkpointing of every block, whose parameters are operands of a higher-order op",
-        layers=6,
-    ),
+    blocks_case("checkpoint", Checkpointed, layers=6),
     blocks_case(
         "selective_checkpoint",
         partial(Checkpointed, context_fn=partial(create_selective_checkpoint_contexts, save_products)),

@@ -84,6 +84,26 @@ def arrays(rank: int, step: int, *, shape: tuple[int, ...]) -> Call:
     return (normal(rank, step, *shape),), {}
 
 
+def arrays_case(
+    name: str, build: Callable[..., nn.Module], shape: tuple[int, ...], about: str = "", **more: Any
+) -> Case:
+    """Describe a case whose model takes one array.
+
+    Args:
+        name: name of the case.
+        build: makes the model, without arguments.
+        shape: the array's sizes, usually the batch first.
+        about: as in `Case`; by default the first line of `build`'s docstring.
+        **more: other fields of `Case`.
+
+    Returns:
+        The case.
+    """
+    told = about or (getattr(build, "func", build).__doc__ or name).partition("\n")[0].rstrip(".")
+    inputs = more.pop("inputs", partial(arrays, shape=shape))
+    return Case(name, partial(seeded, build), inputs, about=told[0].lower() + told[1:], **more)
+
+
 def rows_case(
     name: str,
     build: Callable[..., nn.Module],
@@ -108,7 +128,4 @@ def rows_case(
     Returns:
         The case.
     """
-    told = about or (build.__doc__ or name).partition("\n")[0].rstrip(".")
-    inputs = more.pop("inputs", partial(arrays, shape=(batch, dim)))
-    model = partial(seeded, build, dim=dim, layers=layers)
-    return Case(name, model, inputs, about=told[0].lower() + told[1:], **more)
+    return arrays_case(name, partial(build, dim=dim, layers=layers), (batch, dim), about, **more)

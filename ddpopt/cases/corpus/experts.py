@@ -65,7 +65,7 @@ class RankExpertsStack(nn.Module):
 
 
 class StackedExpertsStack(nn.Module):
-    """Layers of stacked experts, one after another."""
+    """Top-2 routing over experts stacked in one parameter: every expert is in every rank's graph."""
 
     def __init__(self, dim: int, hidden: int, experts: int, layers: int) -> None:
         super().__init__()
@@ -86,14 +86,7 @@ def tokens_and_experts(rank: int, step: int, *, batch: int, width: int) -> Call:
 EXPERT_PARAMETERS = tuple(f"{layer}.{end}" for layer in ("up", "down") for end in ("weight", "bias"))
 
 CASES = (
-    rows_case(
-        "experts",
-        partial(StackedExpertsStack, hidden=192, experts=6),
-        "top-2 routing over experts stacked in one parameter: every expert is in every rank's graph",
-        layers=3,
-        batch=64,
-        dim=128,
-    ),
+    rows_case("experts", partial(StackedExpertsStack, hidden=192, experts=6), layers=3, batch=64, dim=128),
     Case(
         name="experts_per_rank",
         model=partial(seeded, RankExpertsStack, dim=128, hidden=256, experts=4, layers=3),

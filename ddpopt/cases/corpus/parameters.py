@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
-from ddpopt.cases.case import Case
-from ddpopt.cases.corpus.draws import arrays, rows_case, seeded
+from ddpopt.cases.corpus.draws import arrays_case, rows_case
 
 
 class MixedDtypes(nn.Module):
@@ -61,7 +60,10 @@ class FlatStorage(nn.Module):
 
 
 class ComplexLayers(nn.Module):
-    """Complex weights over the spectrum of a real signal, with a real layer at each end."""
+    """Complex weights, 8 bytes per element, between real ones.
+
+    They act on the spectrum of a real signal, with a real layer at each end.
+    """
 
     def __init__(self, widths: tuple[int, ...]) -> None:
         super().__init__()
@@ -98,10 +100,5 @@ CASES = (
         layers=7,
     ),
     rows_case("flat_storage", FlatStorage),
-    Case(
-        name="complex",
-        model=partial(seeded, ComplexLayers, widths=(512, 512, 512, 512)),
-        inputs=partial(arrays, shape=(32, 512)),
-        about="complex weights, 8 bytes per element, between real ones",
-    ),
+    arrays_case("complex", partial(ComplexLayers, widths=(512, 512, 512, 512)), (32, 512)),
 )

@@ -5,12 +5,14 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ddpopt.cases.case import Case
-from ddpopt.cases.corpus.draws import arrays, seeded
+from ddpopt.cases.corpus.draws import arrays_case
 
 
 class RNNLoop(nn.Module):
-    """A linear layer, an ``RNNCell`` over the time steps, and a linear head on the last state."""
+    """An RNN cell in a loop: torch's optimizer counts its weights once per use.
+
+    A linear layer, an ``RNNCell`` over the time steps, and a linear head on the last state.
+    """
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -29,7 +31,10 @@ class RNNLoop(nn.Module):
 
 
 class LSTMLoop(nn.Module):
-    """Two stacked ``LSTMCell`` over the time steps, whose states form a tuple, and a head at every step."""
+    """Two alternating LSTM cells: no weight's gradient is complete until backward is nearly done.
+
+    Two stacked ``LSTMCell`` over the time steps, whose states form a tuple, and a head at every step.
+    """
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -49,16 +54,6 @@ class LSTMLoop(nn.Module):
 
 
 CASES = (
-    Case(
-        name="rnn_cell",
-        model=partial(seeded, RNNLoop, dim=512),
-        inputs=partial(arrays, shape=(6, 8, 512)),
-        about="an RNN cell in a loop: torch's optimizer counts its weights once per use",
-    ),
-    Case(
-        name="lstm_cell",
-        model=partial(seeded, LSTMLoop, dim=240),
-        inputs=partial(arrays, shape=(6, 8, 240)),
-        about="two alternating LSTM cells: no weight's gradient is complete until backward is nearly done",
-    ),
+    arrays_case("rnn_cell", partial(RNNLoop, dim=512), (6, 8, 512)),
+    arrays_case("lstm_cell", partial(LSTMLoop, dim=240), (6, 8, 240)),
 )

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 
-from ddpopt.cases.case import Case
-from ddpopt.cases.corpus.draws import arrays, rows_case, seeded
+from ddpopt.cases.corpus.draws import arrays_case, rows_case
 from ddpopt.cases.corpus.layers import Layers, join_heads, residual, split_heads
 from ddpopt.cases.corpus.sharing import Residuals
 
@@ -25,7 +24,7 @@ class WhereScalars(Layers):
 
 
 class ForwardCalls(nn.Module):
-    """Layers whose ``forward`` is called by its name, and torch's own multi-head attention."""
+    """Layer.forward(x) instead of layer(x), and nn.MultiheadAttention (pytorch#111279)."""
 
     def __init__(self, dim: int, heads: int, layers: int) -> None:
         super().__init__()
@@ -41,7 +40,9 @@ class ForwardCalls(nn.Module):
 
 
 class AlibiAttention(Layers):
-    """Flex attention whose scores read a buffer, applied to the raw inputs, between linear layers.
+    """Flex attention with a captured buffer, over inputs that need no gradient (pytorch#137481).
+
+    Its scores read the buffer; it is applied to the raw inputs, between linear layers.
 
     Its inputs need no gradient: flex attention has no backward on the CPU.
     """
@@ -68,7 +69,7 @@ class AlibiAttention(Layers):
 
 
 class Activations(nn.Module):
-    """Segments that keep different activations, of which Inductor reuses some (pytorch#160745)."""
+    """Segments that save different activations, some of which Inductor reuses (pytorch#160745)."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -85,7 +86,10 @@ class Activations(nn.Module):
 
 
 class Convs(nn.Module):
-    """Convolutions over contiguous images, whose result a compiler may want in channels-last order."""
+    """Convolutions whose outputs have other strides under Inductor than in eager (pytorch#113812).
+
+    The images are contiguous, and a compiler may want the results in channels-last order.
+    """
 
     def __init__(self, channels: int, layers: int) -> None:
         super().__init__()
@@ -100,18 +104,8 @@ class Convs(nn.Module):
 
 CASES = (
     rows_case("where_scalars", WhereScalars, layers=6, batch=8),
-    Case(
-        name="forward_calls",
-        model=partial(seeded, ForwardCalls, dim=320, heads=4, layers=5),
-        inputs=partial(arrays, shape=(2, 4, 320)),
-        about="layer.forward(x) instead of layer(x), and nn.MultiheadAttention (pytorch#111279)",
-    ),
-    Case(
-        name="flex_attention",
-        model=partial(seeded, AlibiAttention, dim=384, heads=4, layers=6),
-        inputs=partial(arrays, shape=(2, 16, 384)),
-        about="flex attention with a captured buffer, over inputs that need no gradient (pytorch#137481)",
-    ),
+    arrays_case("forward_calls", partial(ForwardCalls, dim=320, heads=4, layers=5), (2, 4, 320)),
+    arrays_case("flex_attention", partial(AlibiAttention, dim=384, heads=4, layers=6), (2, 16, 384)),
     rows_case(
         "static_twice",
         partial(Residuals, order=(0, 1, 2, 1, 3, 4, 5, 3)),
@@ -120,17 +114,6 @@ CASES = (
         batch=8,
         ddp_kwargs={"static_graph": True},
     ),
-    Case(
-        name="donated_buffers",
-        model=partial(seeded, Activations, dim=512),
-        inputs=partial(arrays, shape=(8, 512)),
-        about="segments that save different activations, some of which Inductor reuses (pytorch#160745)",
-        ddp_kwargs={"bucket_cap_mb": 1},
-    ),
-    Case(
-        name="conv_strides",
-        model=partial(seeded, Convs, channels=128, layers=6),
-        inputs=partial(arrays, shape=(2, 128, 6, 6)),
-        about="convolutions whose outputs have other strides under Inductor than in eager (pytorch#113812)",
-    ),
+    arrays_case("donated_buffers", partial(Activations, dim=512), (8, 512), ddp_kwargs={"bucket_cap_mb": 1}),
+    arrays_case("conv_strides", partial(Convs, channels=128, layers=6), (2, 128, 6, 6)),
 )

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ddpopt.cases.case import Call, Case
 from ddpopt.cases.corpus.draws import normal, seeded
-from ddpopt.cases.corpus.layers import Layers
+from ddpopt.cases.corpus.layers import Layers, residual
 
 
 class PointwiseConv(nn.Conv2d):
@@ -48,9 +48,7 @@ class TransposedLinears(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``(batch, length, dim)`` to ``(batch, 8)``."""
-        x = torch.transpose(x, 2, 1)
-        for layer in self.layers:
-            x = x + layer(x).tanh()
+        x = residual(torch.transpose(x, 2, 1), self.layers)
         out: Tensor = self.last(x.flatten(1))
         return out
 

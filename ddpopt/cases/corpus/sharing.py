@@ -31,7 +31,11 @@ def tied(dim: int, layers: int) -> nn.Module:
 
 
 def shared_module(dim: int, layers: int) -> nn.Module:
-    """Build layers whose second and last are one module under two names."""
+    """One module under two names; its parameters are listed only under the first.
+
+    Returns:
+        Layers whose second and last are that module.
+    """
     model = Residuals(dim, layers)
     model.layers[-1] = model.layers[1]
     return model
@@ -46,7 +50,11 @@ def frozen(dim: int, layers: int) -> nn.Module:
 
 
 def ignored(dim: int, layers: int) -> nn.Module:
-    """Build layers, two of which DDP is told to ignore: their gradients stay local."""
+    """Parameters that DDP is told to ignore: trainable, read, but in no bucket and not reduced.
+
+    Returns:
+        Layers, two of which have such parameters, whose gradients stay local.
+    """
     model = Residuals(dim, layers)
     names = [f"layers.{index}.{kind}" for index in (2, 5) for kind in ("weight", "bias")]
     # DDP offers no other way, despite the underscore; it has no annotations.
@@ -56,24 +64,14 @@ def ignored(dim: int, layers: int) -> nn.Module:
 
 CASES = (
     rows_case("tied", tied, "first and last layer share a weight, whose gradient is complete last"),
-    rows_case(
-        "shared_module",
-        shared_module,
-        "one module under two names; its parameters are listed only under the first",
-        layers=9,
-    ),
+    rows_case("shared_module", shared_module, layers=9),
     rows_case(
         "called_twice",
         partial(Residuals, order=(0, 1, 2, 3, 1, 4, 5, 6, 7, 3)),
         "two modules that run twice each, with others between",
     ),
     rows_case("frozen", frozen, "frozen layers among trainable ones: they are in no bucket", layers=11),
-    rows_case(
-        "ignored",
-        ignored,
-        "parameters that DDP is told to ignore: trainable, read, but in no bucket and not reduced",
-        layers=10,
-    ),
+    rows_case("ignored", ignored, layers=10),
     rows_case(
         "unused",
         partial(Residuals, order=(0, 1, 3, 4, 5, 6, 7, 8)),

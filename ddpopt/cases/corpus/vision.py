@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpopt.cases.case import Call, Case
-from ddpopt.cases.corpus.draws import arrays, normal, seeded
+from ddpopt.cases.corpus.draws import arrays_case, normal, seeded
 from ddpopt.cases.corpus.layers import PreNormBlock
 
 
@@ -60,7 +60,10 @@ class ResNet(nn.Module):
 
 
 class ViT(nn.Module):
-    """A convolution cuts the image in patches; a learned token before them carries the answer."""
+    """Vision transformer: a patch convolution, and parameters that are added and concatenated.
+
+    The convolution cuts the image in patches; a learned token before them carries the answer.
+    """
 
     def __init__(self, side: int, patch: int, dim: int, heads: int, layers: int, classes: int) -> None:
         super().__init__()
@@ -99,10 +102,7 @@ CASES = (
         inputs=channels_last_images,
         about="channels-last convolutions with BatchNorm, in-place ReLU and downsampling shortcuts",
     ),
-    Case(
-        name="vit",
-        model=partial(seeded, ViT, side=16, patch=4, dim=128, heads=4, layers=5, classes=10),
-        inputs=partial(arrays, shape=(8, 3, 16, 16)),
-        about="vision transformer: a patch convolution, and parameters that are added and concatenated",
+    arrays_case(
+        "vit", partial(ViT, side=16, patch=4, dim=128, heads=4, layers=5, classes=10), (8, 3, 16, 16)
     ),
 )

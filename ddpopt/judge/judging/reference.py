@@ -212,31 +212,22 @@ def _resume(ranks: Ranks, course: Course, how: Engine, checkpoints: Sequence[Any
     return train(replace(course, checkpoint=checkpoints[ranks.rank]), how, place)
 
 
-class SeenBuffers:
-    """The buffers that each forward of a run saw, so that a run of the model alone can use the same ones.
+def _remember_buffers(seen: list[Named], trainer: Trainer) -> None:
+    """Record the buffers that each forward of a run sees, so that a run of the model alone can use them.
 
     DDP broadcasts the first rank's buffers before some forwards. On another rank, the model alone computes
     the gradients that DDP reduces only if it reads those buffers. If a run has more forwards than the one it
     follows, the extra forwards keep their own buffers.
     """
 
-    def __init__(self) -> None:
-        self._seen: list[Named] = []
+    def note(model: nn.Module, _: object) -> None:
+        seen.append({name: buffer.detach().clone() for name, buffer in model.named_buffers()})
 
-    def remember(self, trainer: Trainer) -> None:
-        """Record the buffers that later forwards of a run see; for `ddpopt.judge.trainer.Course.tamper`."""
-        self._seen.clear()
-        trainer.parallel.model.register_forward_pre_hook(self._note)
-
-    def show(self, trainer: Trainer) -> None:
-        """Give the forwards of a run the buffers that were recorded."""
-        trainer.parallel.model.register_forward_pre_hook(functools.partial(_set, iter(self._seen)))
-
-    def _note(self, model: nn.Module, _: object) -> None:
-        self._seen.append({name: buffer.detach().clone() for name, buffer in model.named_buffers()})
+    seen.clear()  # of a run that failed
+    trainer.parallel.model.register_forward_pre_hook(note)
 
 
-def _set(left: Iterator[Named], model: nn.Module, _: object) -> None:
+def _set_buffers(left: Iterator[Named], model: nn.Module, _: object) -> None:
     known: Named = next(left, {})
     for name, buffer in model.named_buffers():
         if name in known:
@@ -278,8 +269,8 @@ class Reference:
         Returns:
             The reference; None if eager DDP fails here, in which case `bench.failures` says how.
         """
-        buffers = SeenBuffers()
-        eager = bench.run_eager(tamper=buffers.remember)
+        buffers = list[Named]()
+        eager = bench.run_eager(tamper=functools.partial(_remember_buffers, buffers))
         if eager is None:
             return None
         again = bench.run(mode("eager"), None, follow=eager.starts)
@@ -288,7 +279,8 @@ class Reference:
         made, ready = cls(bench, eager, again), dict[str, None]()
 
         def prepare(trainer: Trainer) -> None:
-            buffers.show(trainer)
+            set_next = functools.partial(_set_buffers, iter(buffers))
+            trainer.parallel.model.register_forward_pre_hook(set_next)
             parameter: Any  # torch does not type the method
             for name, parameter in trainable(trainer.parallel.model):
                 parameter.register_post_accumulate_grad_hook(lambda _, name=name: ready.setdefault(name))

@@ -60,11 +60,9 @@ def dropout(w: Writer, x: str, *, by: str) -> str:
     if by == "noise":
         value = w.assign("v", x)
         return f"{value} * torch.rand_like({value})"
-    return (
-        f"{w.module('nn.Dropout(0.5)', weight='')}({x})"
-        if by == "module"
-        else f"F.dropout({x}, 0.5, self.training)"
-    )
+    if by == "function":
+        return f"F.dropout({x}, 0.5, self.training)"
+    return f"{w.module('nn.Dropout(0.5)', weight='')}({x})"
 
 
 @register_block("in-place", options={"by": ("activation", "operator", "item")})

@@ -84,9 +84,8 @@ def batch_norm2d(w: Writer, x: str) -> str:
 )
 def embedding(w: Writer, x: str, *, gradient: str) -> str:
     """Add a looked-up row; its gradient is dense or sparse."""
-    sparse = (
-        gradient == "sparse" and w.reached
-    )  # DDP waits for a sparse gradient, even of an unused parameter
+    # DDP waits for a sparse gradient, even of an unused parameter.
+    sparse = gradient == "sparse" and w.reached
     if not sparse:
         w.miss("sparse-embedding")
     layer = w.module(f"nn.Embedding(5, {w.width}{', sparse=True' if sparse else ''})")

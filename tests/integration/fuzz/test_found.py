@@ -36,7 +36,7 @@ def in_each_mode() -> list[Any]:
     return [
         pytest.param(case, n, marks=() if n == case.mode else pytest.mark.nightly, id=f"{case.stem}-{n}")
         for case in found_cases()
-        for n in OURS
+        for n in (*OURS, *({case.mode} & {"ddpopt-step"}))
         if not fails_undivided(case)
     ]
 

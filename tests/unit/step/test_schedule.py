@@ -1,5 +1,6 @@
 """The order of a step's operations, and numbers that become tensors."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from ddpopt.errors import UnsupportedError
 from ddpopt.graph.nodes import body_nodes
-from ddpopt.step.numbers import numbers_as_tensors
+from ddpopt.graph.numbers import numbers_as_tensors
 from ddpopt.step.schedule import WAIT, Schedule
 
 aten: Any = torch.ops.aten
@@ -105,6 +106,9 @@ OPERATIONS: dict[str, Callable[[float, Tensor, Tensor], Any]] = {
     "addcmul, in place": lambda rate, a, b: a.clone().addcmul_(b, a, value=rate),
     "lerp, in place": lambda rate, a, b: a.clone().lerp_(b, 1 - rate),
     "full": lambda rate, a, b: (torch.full_like(a, rate) + b, torch.full((2,), rate), torch.tensor(rate)),
+    "new full": lambda rate, a, _: a.new_full((2,), rate),
+    "functions": lambda rate, a, _: a * math.sqrt(rate) * round(rate, 1) * min(rate, 0.2) * max(0.1, rate),
+    "integers": lambda rate, a, _: a * int(rate * 10) + math.floor(rate * 20) + float(rate // 0.2),
     "foreach": lambda rate, a, b: torch._foreach_mul([a, b], rate),
     "foreach, in place": lambda rate, a, b: in_place(torch._foreach_add_, a, b, alpha=rate),
     "foreach lerp": lambda rate, a, b: in_place(torch._foreach_lerp_, a, b, weight=rate),

@@ -19,7 +19,13 @@ from torch.utils._pytree import tree_map_only
 from ddpopt.errors import UnsupportedError
 
 aten: Any = torch.ops.aten
-ARITHMETIC = (operator.neg, operator.add, operator.sub, operator.mul, operator.truediv, operator.pow)
+OF_NUMBERS: Mapping[str, Callable[..., Any]] = {
+    "sym_min": lambda a, b: a.clamp(max=b) if isinstance(a, Tensor) else b.clamp(max=a),
+    "sym_max": lambda a, b: a.clamp(min=b) if isinstance(a, Tensor) else b.clamp(min=a),
+    "sym_float": lambda a: a,
+    "round": lambda a, digits=0: a.round(decimals=digits),
+}
+"""For tensors, functions of numbers whose names torch does not have."""
 FOREACH = "_foreach_"
 WITH_TENSORS: Mapping[str, Callable[..., Tensor]] = {
     "add": lambda a, b, alpha=1: a + b * alpha,
@@ -28,6 +34,7 @@ WITH_TENSORS: Mapping[str, Callable[..., Tensor]] = {
     "addcmul": lambda a, b, c, value: a + b * c * value,
     "lerp": lambda a, b, weight: a + (b - a) * weight,
     "full": lambda size, value, **form: torch.ones(size, **form) * value,
+    "new_full": lambda like, size, value, **form: like.new_ones(size, **form) * value,
     "full_like": lambda like, value, **form: torch.ones_like(like, **form) * value,
     "scalar_tensor": lambda value, device=None, **_: value.to(device or "cpu", copy=True),
 }
@@ -46,10 +53,14 @@ def numbers_as_tensors(gm: fx.GraphModule) -> None:
             node.target, node.meta = aten.amax.default, {}  # of one element, which may be written to later
             numbers[node] = None
         elif node.op == "call_function" and any(each in numbers for each in node.all_input_nodes):
-            if node.target in ARITHMETIC:
+            value = node.meta.get("val")
+            if isinstance(value, (torch.SymFloat, torch.SymInt)):
                 numbers[node] = None
+                name = node.target.__name__.removeprefix("_sym_")
+                if node.target is not getattr(operator, name, None):
+                    node.target = OF_NUMBERS.get(name) or getattr(torch, name)
             else:
-                dtype = tree_map_only(Tensor, lambda value: value.dtype, node.meta.get("val"))
+                dtype = tree_map_only(Tensor, lambda each: each.dtype, value)
                 node.target, node.args = with_tensors, (node.target, dtype, *node.args)
     gm.recompile()
 
