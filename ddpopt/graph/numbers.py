@@ -23,9 +23,9 @@ OF_NUMBERS: Mapping[str, Callable[..., Any]] = {
     "sym_min": lambda a, b: a.clamp(max=b) if isinstance(a, Tensor) else b.clamp(max=a),
     "sym_max": lambda a, b: a.clamp(min=b) if isinstance(a, Tensor) else b.clamp(min=a),
     "sym_float": lambda a: a,
-    "round": lambda a, digits=0: a.round(decimals=digits),
+    "round": lambda a, digits=None: a.round(decimals=digits or 0),
 }
-"""For tensors, functions of numbers whose names torch does not have."""
+"""Functions of numbers that torch's functions of that name do not replace."""
 FOREACH = "_foreach_"
 WITH_TENSORS: Mapping[str, Callable[..., Tensor]] = {
     "add": lambda a, b, alpha=1: a + b * alpha,

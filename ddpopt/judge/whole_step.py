@@ -90,12 +90,14 @@ def whole_step(trainer: Any, take_step: Step, decorate: Callable[[Any], Any]) ->
             take_step(scout)
         except AttributeError as error:
             raise UnsupportedError(f"a step in one graph has forwards and backwards only: {error}") from error
-        if len(scout.parts) > 1 and any(_draws(trainer.parallel.model)):
-            raise UnsupportedError("random numbers are seeded between the parts of a step")
         batches = {part: trainer.inputs(part) for part in scout.parts}
         for part in scout.parts:
             trainer.sight.calls(*batches[part])
+        generator = torch.get_rng_state()
         outputs, values, computed, trainer.last_loss = run(trainer.ddp, batches)
+        drawn = any(_draws(trainer.parallel.model)) or not torch.equal(generator, torch.get_rng_state())
+        if len(scout.parts) > 1 and drawn:
+            raise UnsupportedError("random numbers are seeded between the parts of a step")
         known = sum(each.startswith(WHOLE) for each in trainer.compilations.graphs)
         trainer.compilations.graphs.extend(f"{WHOLE}{place}" for place in range(known, len(run.graphs)))
         for place, output in enumerate(outputs):

@@ -16,8 +16,9 @@ from torch._guards import TracingContext
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ddpopt.errors import UsageError
+from ddpopt.graph.drawing import AS_EAGER
 from ddpopt.graph.effects import written_storages
-from ddpopt.graph.nodes import CHECKPOINT, read_storages
+from ddpopt.graph.nodes import CHECKPOINT, by_storage, read_storages
 from ddpopt.step.replicas import AVERAGE, Averaged, Replica, require_all_used, slots_of
 from ddpopt.step.settings import WHAT
 from ddpopt.step.tracing import MARK, Seen
@@ -50,9 +51,9 @@ def capture(gm: fx.GraphModule, inputs: Sequence[Any], seen: Seen) -> Captured:
         UsageError: a gradient is missing or reduced twice, or the step reads no parameter of an optimizer.
     """
     replicas = tuple(seen.replicas.values())
-    recorded = _recorded(gm, inputs)
+    recorded, marked = _recorded(gm, inputs)
     known = slots_of(replicas)
-    slots = _mark(recorded.graph, inputs, known)
+    slots = _mark(recorded.graph, marked, known)
     _require_own_optimizers(seen, {*known, *map(id, inputs)})
     require_all_used([each for found in known.values() for each in found], slots)
     recorded.recompile()
@@ -60,42 +61,43 @@ def capture(gm: fx.GraphModule, inputs: Sequence[Any], seen: Seen) -> Captured:
 
 
 class _RecordingInterpreter(fx.Interpreter):
-    """Runs Dynamo's graph; what a checkpoint would compute again is kept, as everything in the graph is."""
+    """Runs Dynamo's graph; what a checkpoint would compute again is kept, as everything in the graph is.
+
+    Attributes:
+        marked: the parameter of each mark, as the graph is given it.
+    """
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        super().__init__(gm)
+        self.marked: list[Any] = []
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Run a call."""
         if target is CHECKPOINT:
             return args[0](*args[1:])
+        if target is torch.ops.ddpopt.mark:
+            self.marked.append(args[0])  # the same object, if an operator wrote to it before
         if target is torch.ops.ddpopt.opaque and torch.is_autocast_enabled(args[1][-1].device.type):
             raise UsageError("opaque: autocast does not reach the module; call it outside of autocast")
         return super().call_function(target, args, kwargs)
 
 
-def _recorded(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
+def _recorded(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphModule, list[int]]:
+    """The graph of operators, and ``id`` of the parameter of each mark."""
     placeholders = gm.graph.find_nodes(op="placeholder")
     context: Any = TracingContext.get()
     traced = [node.meta["example_value"] for node in placeholders]
     fakes = [_fake(context, each, value) for each, value in zip(traced, inputs, strict=True)]
+    interpreter = _RecordingInterpreter(gm)
     torch.clear_autocast_cache()
     with context.fake_mode, torch.autograd.set_multithreading_enabled(False), torch.enable_grad():
-        found: fx.GraphModule = make_fx(_RecordingInterpreter(gm).run, EAGERS_ORDER)(*fakes)
+        found: fx.GraphModule = make_fx(interpreter.run, AS_EAGER)(*fakes)
     torch.clear_autocast_cache()
     for node, given in zip(found.graph.find_nodes(op="placeholder"), placeholders, strict=True):
         node._rename(given.name)
         node.target = node.name
-    return found
-
-
-def _bernoulli(tensor: Tensor, p: float = 0.5, generator: Any = None) -> Any:
-    """Draw numbers in the order of memory, as eager; a backend draws a contiguous tensor."""
-    order = sorted(range(tensor.dim()), key=tensor.stride().__getitem__, reverse=True)
-    if order == sorted(order):
-        return NotImplemented
-    tensor.permute(order).bernoulli_(p, generator=generator)
-    return tensor
-
-
-EAGERS_ORDER: Any = {torch.ops.aten.bernoulli_.float: _bernoulli}
+    real = {id(fake): id(value) for fake, value in zip(fakes, inputs, strict=True)}
+    return found, [real.get(id(each), 0) for each in interpreter.marked]
 
 
 def _fake(context: Any, traced: Any, value: Any) -> Any:
@@ -111,33 +113,32 @@ def _fake(context: Any, traced: Any, value: Any) -> Any:
 
 
 def _mark(
-    graph: fx.Graph, inputs: Sequence[Any], known: Mapping[int, Sequence[Averaged]]
+    graph: fx.Graph, marked: Sequence[int], known: Mapping[int, Sequence[Averaged]]
 ) -> tuple[Averaged, ...]:
     """Replace the marks of accumulations by those of averaged gradients, where these are ready."""
     order = {node: place for place, node in enumerate(graph.nodes)}
-    real = dict(zip(graph.find_nodes(op="placeholder"), inputs, strict=True))
     slots: list[Averaged] = []
     marks = graph.find_nodes(op="call_function", target=MARK)  # by turns, before and after an accumulation
-    pairs = zip(marks[::2], marks[1::2], strict=True)
-    writers: dict[int, list[fx.Node]] = {}
-    for node in graph.nodes:
-        for key in written_storages(node):
-            writers.setdefault(key, []).append(node)
+    pairs = [*zip(marks[::2], marks[1::2], strict=True)]
+    parameters = dict(zip(marks[::2], marked[::2], strict=True))
+    holding = by_storage(graph.nodes)
+    # these may share a storage, but no memory
+    accumulating = {each for begin, end in pairs for each in (begin, *_until(begin, end), *end.users)}
     for begin, end in sorted(pairs, key=lambda pair: order[pair[0].args[1]]):
-        parameter, gradient, modules, first = end.args
-        while parameter.op == "call_function" and parameter.target._schema.name.endswith("_"):
-            parameter = parameter.args[0]  # as it was before the step wrote to it
-        averaged_by = known.get(id(real.get(parameter)), ())
-        times = [modules.count(id(each.replica.ddp)) for each in averaged_by]
-        # DDP averages once after a forward; after that, gradients that begin again are the rank's own
-        running = [each for each, n in zip(averaged_by, times, strict=True) if n > (first and each in slots)]
+        _, gradient, modules, first = end.args
+        averaged_by = known.get(parameters[begin], ())
+        # DDP reduces once after a forward; a gradient that starts from None after that is this rank's own
+        done = [slot.sent for slot in slots] if first else []
+        times = [(each, modules.count(id(each.replica.ddp))) for each in averaged_by]
+        running = [each for each, n in times if n > (each.sent in done)]
         found = [*{each.sent: each for each in running}.values()]  # once for each group
         for averaged in found:
             if averaged in slots:
                 raise UsageError(
                     f"{WHAT}: two backward passes of one step reduce the gradient of "
                     f"{averaged.spec.name!r} of {averaged.replica.name}. Call DDP once and "
-                    "add the losses, or use no_sync() for all backwards of a step but the last"
+                    "add the losses, or use no_sync() for all backwards of a step but "
+                    "the last; before a backward of this rank alone, set gradients to None"
                 )
             with graph.inserting_before(end):
                 gradient = graph.call_function(AVERAGE, (gradient, len(slots)))
@@ -146,27 +147,37 @@ def _mark(
         end.replace_all_uses_with(gradient)
         begin.replace_all_uses_with(begin.args[1])
         if found:
-            _move_up(begin, gradient, writers)
+            _move_up(begin, gradient, holding, accumulating)
         graph.erase_node(end)
         graph.erase_node(begin)
     return tuple(slots)
 
 
-def _move_up(begin: fx.Node, last: fx.Node, writers: Mapping[int, Sequence[fx.Node]]) -> None:
-    """Move an accumulation to where all that it reads is ready."""
-    moved: list[Any] = [begin.next]
-    while moved[-1] is not last:
-        moved.append(moved[-1].next)
-    read = {key for node in moved for key in read_storages(node)}
+def _move_up(
+    begin: fx.Node, last: fx.Node, holding: Mapping[int, Sequence[fx.Node]], accumulating: set[fx.Node]
+) -> None:
+    """Move an accumulation to where all that it reads is ready, and all that it overwrites was read."""
+    moved = _until(begin, last)
     own = {key for node in moved for key in written_storages(node)}
     before: set[Any] = {begin.args[1], *(each for node in moved for each in node.all_input_nodes)}
-    before.update(each for key in read - own for each in writers.get(key, ()))
+    for key in {key for node in moved for key in read_storages(node)}:
+        touching = {each for held in holding.get(key, ()) for each in (held, *held.users)} - accumulating
+        before |= {each for each in touching if key in own or key in written_storages(each)}
     source: Any = max(each for each in before if each < begin)
     while source.next.op == "placeholder":
         source = source.next
     for node in moved:
         source.append(node)
         source = node
+
+
+def _until(begin: fx.Node, last: fx.Node) -> list[fx.Node]:
+    """The nodes after the first one."""
+    found: list[fx.Node] = []
+    while begin is not last:
+        begin = begin.next
+        found.append(begin)
+    return found
 
 
 def _require_own_optimizers(seen: Seen, read: set[int]) -> None:

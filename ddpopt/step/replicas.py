@@ -52,7 +52,8 @@ class Averaged:
 
 def source_name(source: Any) -> str:
     """The name of an object in the user's code, from Dynamo's."""
-    return re.sub(r"\._\w+\['(\w+)'\]", r".\1", re.sub(r"^[LG]\['(\w+)'\]", r"\1", source.name))
+    pattern = r"^[LG]\['(\w+)'\]|\._(?:modules|parameters|buffers)\['(\w+)'\]"
+    return re.sub(pattern, lambda found: found[1] or f".{found[2]}", source.name)
 
 
 def slots_of(replicas: Iterable[Replica]) -> Mapping[int, Sequence[Averaged]]:
@@ -95,7 +96,7 @@ def require_no_hooks(names: Iterable[str], inputs: Iterable[Any]) -> None:
     hooks = "_backward_hooks", "_post_accumulate_grad_hooks"
     for name, each in zip(names, inputs, strict=True):
         if any(getattr(each, kind, None) for kind in hooks):
-            raise UnsupportedError(f"{WHAT} does not support that {name} has hooks; {INSTEAD}")
+            raise UnsupportedError(f"{WHAT} does not support hooks on {name}; {INSTEAD}")
 
 
 def broadcast_buffers(ddp: Any) -> None:

@@ -25,6 +25,7 @@ from torch._dynamo import polyfills, variables
 from torch._dynamo.comptime import comptime
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.pgo import auto_dynamic
+from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.source import AttrSource, DictGetItemSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables import ConstantVariable, TensorVariable, builder
@@ -35,17 +36,20 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.utils._pytree import tree_map_only
 
 from ddpopt.errors import UnsupportedError
-from ddpopt.step.replicas import Replica, broadcast_buffers, source_name
+from ddpopt.step.replicas import INSTEAD, Replica, broadcast_buffers, source_name
 from ddpopt.step.settings import WHAT
 
 MOST = 16
 """Graphs of one step function."""
 LEVELS = ("debug", "info", "warn", "warning", "error", "exception", "critical", "log")
 """How the names of methods that write a log begin; libraries add some, such as ``warning_once``."""
-torch.library.define("ddpopt::mark", "(Tensor read, Tensor gradient, int[] modules, bool first) -> Tensor")
+torch.library.define("ddpopt::mark", "(Tensor updated, Tensor gradient, int[] to, bool first) -> Tensor")
 torch.library.impl("ddpopt::mark", "default", lambda _, gradient, *__: gradient.clone())
 MARK: Any = torch.ops.ddpopt.mark.default
-"""Marks a gradient before it is accumulated, and what it is afterwards."""
+"""Marks a gradient before it is accumulated, and what it is afterwards.
+
+``to`` are the modules that average it; ``first``: the parameter had no gradient.
+"""
 
 
 class Seen:
@@ -54,8 +58,9 @@ class Seen:
     Attributes:
         replicas: the DDP modules, by ``id``.
         optimizers: the optimizers, each with what errors call it, by ``id``.
-        averaging: ``id`` of the modules whose next backward is averaged; twice, if one was before.
+        averaging: ``id`` of a module, once for each reduction that its forwards have begun.
         done: of these, those whose backward has run.
+        paused: of these, those whose last forward was not synchronized.
         traced: DDP's forward and the accumulation of a gradient, as Dynamo traces them.
     """
 
@@ -64,11 +69,12 @@ class Seen:
         self.optimizers: dict[int, tuple[str, Optimizer]] = {}
         self.averaging: list[int] = []
         self.done: list[int] = []
+        self.paused: list[int] = []
         self.traced = _traced(self)
 
     def forget(self) -> None:
         """Begin another step."""
-        for each in (self.replicas, self.optimizers, self.averaging, self.done):
+        for each in (self.replicas, self.optimizers, self.averaging, self.done, self.paused):
             each.clear()
 
 
@@ -105,6 +111,7 @@ def traceable(seen: Seen) -> Iterator[None]:
             (builder, "process_automatic_dynamic", _with_changing_rates),
             (builder, "handle_traced_output", _still_a_parameter),
             (TensorVariable, "method_attr_grad", _own_none),
+            (SideEffects, "register_hook", _refuse_hook),
             (SideEffectsProxyDict, "side_effects", property(_side_effects, _nothing)),
         ):
             stack.enter_context(patch.object(holder, name, value, create=name == "side_effects"))
@@ -115,15 +122,20 @@ def _nothing(*_: Any, **__: Any) -> None:
     """Instead of breaks of the graph in optimizers, and a check that what is returned keeps its history."""
 
 
+def _refuse_hook(_: Any, tensor: Any, *__: Any) -> None:
+    raise UnsupportedError(f"{WHAT} does not support hooks on {source_name(tensor.source)}; {INSTEAD}")
+
+
 def _side_effects(_: Any = None) -> Any:
     """What Dynamo knows of attributes; after it has traced a hook, objects still have what it knew before."""
     return InstructionTranslator.current_tx().output.side_effects
 
 
 def _traced(seen: Seen) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    averaging, done = seen.averaging, seen.done
+    averaging, done, paused = seen.averaging, seen.done, seen.paused
 
     def note(ctx: Any) -> None:
+        torch._dynamo.config.enable_dynamo_decompositions = False  # where the last optimizer was Adam
         variable = ctx.get_local("self")._i_will_not_complain_if_bc_breaks_VariableTracker()
         seen.replicas.setdefault(id(variable.value), Replica(source_name(variable.source), variable.value))
 
@@ -137,8 +149,9 @@ def _traced(seen: Seen) -> tuple[Callable[..., Any], Callable[..., Any]]:
             inputs, kwargs = tree_map_only(Tensor, lambda each: each.to(device), (inputs, kwargs))
         output = self.module(*inputs, **kwargs)
         if torch.is_grad_enabled():
-            _expect(averaging, done, key, trains)
+            _expect(averaging, done, paused, key, trains)
         self.require_forward_param_sync = trains
+        # as DDP's own sink does
         if self.find_unused_parameters and not self.static_graph and self._ddp_sink_clone:
             return tree_map_only(Tensor, lambda each: each if each.is_leaf else each.clone(), output)
         return output
@@ -147,22 +160,24 @@ def _traced(seen: Seen) -> tuple[Callable[..., Any], Callable[..., Any]]:
         if new is None or not averaging:
             return cast("Tensor | None", _accumulate(parameter, gradient, new))
         done[:] = averaging
-        first = gradient is None
-        marked = torch.ops.ddpopt.mark(parameter, new, averaging, first)
+        to, first = [each for each in averaging if each not in paused], gradient is None
+        marked = torch.ops.ddpopt.mark(parameter, new, to, first)
         found: Tensor = _accumulate(parameter, gradient, marked)
-        found = torch.ops.ddpopt.mark(parameter, found, averaging, first)
+        found = torch.ops.ddpopt.mark(parameter, found, to, first)
         return found if gradient is None else gradient.copy_(found)
 
     return forward, accumulate
 
 
-def _expect(averaging: list[int], done: list[int], key: int, trains: bool) -> None:
-    """Note a forward of a module: its next backward is averaged if it trains."""
-    if trains and (key in done or key not in averaging):
-        averaging.append(key)
+def _expect(averaging: list[int], done: list[int], paused: list[int], key: int, trains: bool) -> None:
+    """Note a forward of a module; a synchronized one after a backward begins another reduction."""
+    if trains:
+        if key in done or key not in averaging:
+            averaging.append(key)
+        done[:] = [each for each in done if each != key]
+        paused[:] = [each for each in paused if each != key]
     elif key in done:
-        averaging[:] = [each for each in averaging if each != key]
-    done[:] = [each for each in done if each != key]
+        paused.append(key)
 
 
 _gradient: Any = TensorVariable.method_attr_grad
@@ -199,9 +214,9 @@ def _own_none(variable: Any, tx: Any) -> Any:
 
 
 def _still_a_parameter(value: Any, tx: Any, proxy: Any, *rest: Any) -> Any:
-    """What an operator returns; of a parameter that it wrote to, Dynamo would lose the gradient."""
+    """Wrap what an operator returns; an input that it returns stays what it is, and keeps its gradient."""
     written: Any = getattr(next(iter(proxy.node.args), None), "meta", {})
-    if "grapharg" in written and written["example_value"] is value and value.is_leaf:
+    if "grapharg" in written and written["example_value"] is value and getattr(value, "is_leaf", False):
         return _side_effects().id_to_variable[id(written["grapharg"].example)]
     return _traced_output(value, tx, proxy, *rest)
 
@@ -213,7 +228,7 @@ class _Traced(variables.UserDefinedObjectVariable):
         """Look up an attribute; what Dynamo skips otherwise is traced."""
         own: Any = vars(self.value).get(name)
         if name == "_init_group":
-            # Adam is what a compiled Adam is
+            # a compiled Adam has these decompositions
             torch._dynamo.config.enable_dynamo_decompositions = isinstance(self.value, torch.optim.Adam)
             return self._bound(tx, inspect.unwrap(getattr(type(self.value), name)))
         if name == "step" and getattr(own, "__globals__", None) is vars(lr_scheduler):

@@ -63,7 +63,7 @@ class TrainStep:
         self._function = function
         self._settings = settings
         self._compiled = self._uncompiled()
-        self._bound: WeakKeyDictionary[DistributedDataParallel, Any] = WeakKeyDictionary()
+        self._compiled_for: WeakKeyDictionary[DistributedDataParallel, Any] = WeakKeyDictionary()
         self._seen = Seen()
         self._compared = False
         self._replaced: WeakKeyDictionary[DistributedDataParallel, Sequence[Swap]] = WeakKeyDictionary()
@@ -92,16 +92,16 @@ class TrainStep:
         name = getattr(self._function, "__qualname__", repr(self._function))
         self._swaps = self._replacements(args, kwargs) if self._settings.overrides else []
         self._compared = False
-        if any(_bound(ddp) != then for ddp, then in self._bound.items()):
-            self._compiled = self._uncompiled()  # its graphs have other buckets
-            self._bound.clear()
+        if any(_read_of(ddp) != before for ddp, before in self._compiled_for.items()):
+            self._compiled = self._uncompiled()  # its graphs have other buckets, or send in another group
+            self._compiled_for.clear()
         try:
             with reported(name), traceable(self._seen), swapped(self._swaps):
                 return self._compiled(*args, **kwargs)
         except DdpoptError as error:
             if not self._compared:  # the other ranks wait for this one
                 met = [replica.ddp for replica in self._seen.replicas.values()]
-                agree(met or [*self._bound] or self._near(args, kwargs), {}, (), error)
+                agree(met or [*self._compiled_for] or self._near(args, kwargs), {}, (), error)
             raise
         finally:
             self._seen.forget()
@@ -143,14 +143,14 @@ class TrainStep:
         self.graphs.append(graph)
         logger.info("ddpopt: captured a step; buckets: %s", [len(plan.buckets) for plan in plans])
 
-        self._bound.update((each.ddp, _bound(each.ddp)) for each in captured.replicas)
+        self._compiled_for.update((each.ddp, _read_of(each.ddp)) for each in captured.replicas)
         names = [_named(node) for node in gm.graph.find_nodes(op="placeholder")]
         known = [(ref(each.ddp), each.name) for each in captured.replicas]
 
         def run(*inputs: Any) -> Any:
             ddps: list[Any] = [each() for each, _ in known]
             for ddp, (_, name) in zip(ddps, known, strict=True):
-                require_supported(name, ddp)  # a hook may be new
+                require_supported(name, ddp)  # a communication hook may be new
             require_no_hooks(names, inputs)
             self._compared = True
             agree(ddps, keys, plans)
@@ -179,7 +179,7 @@ class TrainStep:
         return captured
 
 
-def _bound(ddp: Any) -> tuple[Plan | None, str]:
+def _read_of(ddp: Any) -> tuple[Plan | None, str]:
     """What a graph is compiled for: a module's imposed plan, and its process group."""
     return imposed_plan(ddp), ddp.process_group.group_name
 

@@ -44,10 +44,6 @@ def named(value: object) -> str:
     return value.name if isinstance(value, Case) else str(getattr(value, "number", value))
 
 
-def by_torch(report: Report) -> Compile:
-    return lambda module: torch.compile(module, backend=report.backend)
-
-
 def by_ddpopt(report: Report, strategy: Strategy) -> Compile:
     if report.wrap in ("replicate", "compiled inside"):
         return lambda module: torch.compile(module, backend=DdpoptBackend(report.backend, strategy=strategy))
@@ -68,7 +64,7 @@ def asked_of_ddpopt(report: Report, strategy: Strategy) -> Report:
 @pytest.mark.parametrize(("case", "report"), reported_cases(), ids=named)
 def test_torchs_optimizer_does_what_a_report_says_of_it(case: Case, report: Report, ranks: Ranks) -> None:
     eager = run(case, report, ranks, None)
-    torchs = run(case, report, ranks, by_torch(report))
+    torchs = run(case, report, ranks, lambda module: torch.compile(module, backend=report.backend))
     told = ranks.gather(sentence(torchs, eager, report))
     passed = ranks.gather(passes(torchs, eager, report))
     assert eager.error == ""

@@ -170,9 +170,8 @@ class Glued(Tower):
     def uncompiled(self, x: Tensor) -> Tensor:
         return super().forward(x)
 
-    def forward(self, x: Tensor, use_optional: bool = True) -> Tensor:
-        output: Tensor = self.uncompiled(torch.tanh(x) * 2)
-        return output
+    def forward(self, x: Tensor, use_optional: bool = True) -> Any:
+        return self.uncompiled(torch.tanh(x) * 2)
 
 
 def test_a_graph_that_one_rank_alone_compiles_later_asks_the_others_for_nothing(ranks: Ranks) -> None:

@@ -127,6 +127,38 @@ def by_hand(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
     return loss
 
 
+def clamped(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    with torch.no_grad():
+        for each in model.module.layers[2:].parameters():
+            torch.clamp(each, -0.2, 0.2, out=each)
+    return plain(model, optimizer, x, y)
+
+
+class Early(torch.autograd.Function):
+    """Its gradient is ready in forward, as in a fused loss."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, x: Tensor) -> Any:
+        """The sum of (WIDTH, WIDTH) times the squared (batch, WIDTH)."""
+        ctx.save_for_backward(x.t() @ x)
+        return (weight * (x.t() @ x)).sum()
+
+    @staticmethod
+    def backward(ctx: Any, _: Any) -> Any:
+        """The saved gradient."""
+        return ctx.saved_tensors[0], None
+
+
+def early(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    loss = loss_of(model, x, y) + Early.apply(model.module.layers[0].weight, x)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    gradients = [each.grad for each in model.module.layers.parameters() if each.grad is not None]
+    if gradients:
+        torch._foreach_mul_(gradients, 0.5)
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
 def cast(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = loss_of(model, x, y)
@@ -231,6 +263,8 @@ WAYS = {
     "Adagrad": Way(optimizer=adam(optim.Adagrad, lr_decay=0.1), between=halve, graphs=1),
     "RMSprop": Way(optimizer=adam(optim.RMSprop, centered=True, momentum=0.9), between=halve),
     "by hand": Way(by_hand, sgd()),
+    "written before": Way(clamped, sgd()),
+    "early gradient": Way(early, sgd()),
     "norm": Way(by_norm),
     "value, static graph": Way(by_value, model={"unused": True}, ddp={"static_graph": True, VIEWS: True}),
     "accumulation": Way(accumulated, model={"norm": True}),
@@ -380,8 +414,8 @@ def replace_a_parameter(model: Any) -> None:
 LATER: dict[str, Callable[[Any, Tensor], object]] = {
     "were replaced": lambda model, _: replace_a_parameter(model),
     "model uses a communication hook": lambda model, _: model.register_comm_hook(None, allreduce_hook),
-    "model.module.layers.0.weight has hooks": lambda model, _: next(model.parameters()).register_hook(abs),
-    "x has hooks": lambda _, x: x.register_hook(abs),  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    "hooks on model.module.layers.0.weight": lambda model, _: next(model.parameters()).register_hook(abs),
+    "hooks on x;": lambda _, x: x.register_post_accumulate_grad_hook(abs),  # type: ignore[no-untyped-call]  # torch leaves it untyped
 }
 
 
@@ -501,6 +535,20 @@ def twice(model: Any, x: Tensor) -> None:
     loss.backward()
 
 
+def twice_around_no_sync(model: Any, x: Tensor) -> None:
+    model(x).sum().backward()
+    model.zero_grad()
+    with model.no_sync():
+        model(x)
+    model(x).sum().backward()
+
+
+def hooking(model: Any, x: Tensor) -> None:
+    handle = model.module.layers[0].bias.register_hook(torch.neg)
+    model(x).sum().backward()
+    handle.remove()
+
+
 def branching(model: Any, x: Tensor) -> None:
     loss = model(x).sum()
     if loss > 0:
@@ -533,6 +581,8 @@ OTHER = nn.Linear(2, 2)
 REFUSED: dict[str, tuple[Any, str]] = {
     "no DDP module": (lambda model, x: model.module(x).sum(), "and it calls none"),
     "twice": (twice, "two backward passes of one step reduce the gradient of 'layers.3.bias' of model"),
+    "twice, with no_sync between": (twice_around_no_sync, "two backward passes of one step reduce"),
+    "its own hook": (hooking, "does not support hooks on model.module.layers.0.bias; use ddpopt.compile"),
     "branch": (branching, "in branching: `if loss > 0:`: it depends on values of a tensor"),
     "ranks differ": (differing, "the ranks' steps do not communicate alike"),
     "branch on one rank, first": (

@@ -3,7 +3,6 @@
 Each drawn graph is cut with all mutants that no earlier one has shown.
 """
 
-from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -19,9 +18,6 @@ from tests.mutants import MUTANTS, Mutant, recompile
 from tests.profiles import EXAMPLES
 from tests.property.drawn_graphs import assert_same_program, cut_wherever_it_can_be, facts_of, small_configs
 from tests.property.strategies import graphs
-
-Bug = Callable[[SmallGraph, Plan], object]
-"""Cuts a graph wrongly; raises if that is found."""
 
 
 def edited(mutant: Mutant, graph: SmallGraph, plan: Plan) -> None:

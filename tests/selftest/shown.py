@@ -178,11 +178,10 @@ def on_inputs(act: Callable[[Tensor, Tensor], Any]) -> Tamper:
     return tamper
 
 
-def outside(trainer: Trainer) -> Tensor:
+def outside(trainer: Trainer) -> Any:
     """The tensor outside DDP that the case's loss reads."""
     loss: Any = trainer.case.loss
-    found: Tensor = loss.__closure__[0].cell_contents
-    return found
+    return loss.__closure__[0].cell_contents
 
 
 def on_model(act: Callable[[Any], Any], find: Callable[[Trainer], Any] | None = None) -> Tamper:

@@ -38,7 +38,7 @@ def nested_autocast(m: Model, x: Tensor) -> Tensor:
     return z.float()
 
 
-def grad_mode_spans(m: Model, x: Tensor) -> Tensor:
+def grad_mode_spans(m: Model, x: Tensor) -> Any:
     with torch.no_grad():
         scale = m.layers[1](x).abs().max()
         twice = scale * 2
@@ -47,8 +47,7 @@ def grad_mode_spans(m: Model, x: Tensor) -> Tensor:
         with torch.enable_grad():
             z = m.layers[2](y)
         total = z.sum()
-    out: Tensor = m.layers[1](z) / scale + twice * total
-    return out
+    return m.layers[1](z) / scale + twice * total
 
 
 def views_without_grad(m: Model, x: Tensor) -> Tensor:
@@ -64,15 +63,14 @@ def views_without_grad(m: Model, x: Tensor) -> Tensor:
     return out
 
 
-def inputs_that_no_grad_returns(m: Model, x: Tensor) -> Tensor:
+def inputs_that_no_grad_returns(m: Model, x: Tensor) -> Any:
     y = m.layers[0](x).tanh()
     with torch.no_grad():
         same, other = torch.atleast_2d(y, x)  # type: ignore[no-untyped-call]  # of torch
         wide, high = torch.broadcast_tensors(y, m.get_parameter("layers.2.bias"))  # type: ignore[no-untyped-call]
         row = high[0]
     z = m.layers[1](same * other)
-    out: Tensor = m.layers[2](z) + wide * row + same
-    return out
+    return m.layers[2](z) + wide * row + same
 
 
 def outputs_without_grad(m: Model, x: Tensor) -> Any:
@@ -83,16 +81,14 @@ def outputs_without_grad(m: Model, x: Tensor) -> Any:
     return m.layers[2](z), turned, parts, turned[0]
 
 
-def branches(m: Model, x: Tensor) -> Tensor:
+def branches(m: Model, x: Tensor) -> Any:
     y = torch.cond(x.sum() > 0, m.layers[0], m.layers[1], (x,))
-    out: Tensor = m.layers[2](y)
-    return out
+    return m.layers[2](y)
 
 
-def scalar(m: Model, x: Tensor, scale: float) -> Tensor:
+def scalar(m: Model, x: Tensor, scale: float) -> Any:
     y = m.layers[0](x) * scale
-    out: Tensor = m.layers[1](y) * (scale + 1) + m.layers[2](y) * scale
-    return out
+    return m.layers[1](y) * (scale + 1) + m.layers[2](y) * scale
 
 
 def data_dependent_size(m: Model, x: Tensor) -> Any:
@@ -101,33 +97,30 @@ def data_dependent_size(m: Model, x: Tensor) -> Any:
     return m.layers[2](m.layers[1](y)), y.shape[0]
 
 
-def reshaped_in_place(m: Model, x: Tensor) -> Tensor:
+def reshaped_in_place(m: Model, x: Tensor) -> Any:
     y = m.layers[0](x) * 1
     view = y.view(4, 3)
     view.t_()
-    out: Tensor = m.layers[2](m.layers[1](view).tanh())
-    return out
+    return m.layers[2](m.layers[1](view).tanh())
 
 
-def early_readers_without_gradient(m: Model, x: Tensor) -> Tensor:
+def early_readers_without_gradient(m: Model, x: Tensor) -> Any:
     last: Tensor = m.layers.get_parameter("2.weight")
     seen, place = last.detach().sum(), last.argmax()
     with torch.no_grad():
         total = last.sum()
     last.sum()
     last.sin().add_(1)
-    out: Tensor = m.layers[2](m.layers[1](m.layers[0](x))) * seen * place * total
-    return out
+    return m.layers[2](m.layers[1](m.layers[0](x))) * seen * place * total
 
 
-def written_twice(m: Model, x: Tensor, count: Tensor) -> Tensor:
+def written_twice(m: Model, x: Tensor, count: Tensor) -> Any:
     y = m.layers[0](x)
     count.add_(1)
     row = count[0]
     count.add_(1)
     y = m.layers[1](y) + row
-    out: Tensor = m.layers[2](y) + row
-    return out
+    return m.layers[2](y) + row
 
 
 class Reversed(torch.autograd.Function):
@@ -149,10 +142,9 @@ def gradient_turned_round(m: Model, x: Tensor) -> Tensor:
     return out
 
 
-def doubled_size(m: Model, x: Tensor) -> Tensor:
+def doubled_size(m: Model, x: Tensor) -> Any:
     y = m.layers[0](torch.cat([x, x]))
-    out: Tensor = m.layers[2](m.layers[1](y))
-    return out
+    return m.layers[2](m.layers[1](y))
 
 
 @dataclass(frozen=True)

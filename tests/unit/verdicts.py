@@ -27,20 +27,12 @@ def measured(parameter: str, bucket: int, ulps: float = 0.0, error: float = 0.0)
 
 
 def ok_trial(case: str = "pkg.module:model", mode: str = "ddpopt-inline", option: str = "default") -> Trial:
+    seen = (each for bucket in BUCKETS for name in bucket.params for each in measured(name, bucket.index))
     return Trial(
-        case=case,
-        mode=mode,
-        option=option,
-        backend="aot_eager",
-        status=Status.OK,
+        *(case, mode, option, "aot_eager", Status.OK),
         levels=("L3", "L0", "L1"),
         notes=("L2 needs Inductor, so it was not applied",),
-        measured=tuple(
-            entry
-            for bucket in BUCKETS
-            for parameter in bucket.params
-            for entry in measured(parameter, bucket.index)
-        ),
+        measured=tuple(seen),
         buckets=BUCKETS,
         graphs=1,
         seconds=1.25,

@@ -66,9 +66,8 @@ class Net(nn.Module):
         self.register_buffer("kept", torch.randn(SIZE))
         self.work = work
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.last(self.work(self, self.first(x.sin())) + self.other.cos())
-        return out
+    def forward(self, x: Tensor) -> Any:
+        return self.last(self.work(self, self.first(x.sin())) + self.other.cos())
 
 
 class Nets(nn.ModuleList):

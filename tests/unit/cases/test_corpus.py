@@ -60,10 +60,6 @@ def single() -> tuple[nn.Module, Tensor]:
     return nn.Linear(3, 2), torch.randn(4, 3)
 
 
-def whole_case() -> Case:
-    return corpus.case("gpt")
-
-
 def weight_gradients(case: Case, rank: int) -> list[Tensor]:
     """Run forward and backward of a new model in eager."""
     model = case.model()
@@ -86,7 +82,7 @@ def test_a_factory_becomes_a_case_that_repeats_and_differs_per_rank(factory: Cal
 def test_a_case_and_what_leads_to_a_case_resolve_to_it() -> None:
     gpt = corpus.case("gpt")
     assert resolve(gpt) is gpt
-    assert resolve(whole_case).name == "gpt"
+    assert resolve(lambda: gpt).name == "gpt"
     assert resolve("gpt").name == "gpt"
     assert (resolve(f"{HERE}:pair").name, resolve(pair).name) == (f"{HERE}:pair", f"{HERE}:pair")
 

@@ -34,7 +34,6 @@ def requested(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     received: list[Any] = []
 
     def verify_all(title: str, requests: list[Request], settings: Settings, **others: Any) -> Verdict:
-        del title
         others.pop("on_event")
         received.append((requests, settings, others))
         return WRONG

@@ -125,7 +125,6 @@ def test_who_announces_a_failure_does_not_wait_and_is_heard(members: Members) ->
 
 def test_a_store_that_is_gone_is_an_error(members: Members, monkeypatch: pytest.MonkeyPatch) -> None:
     def gone(member: object) -> None:
-        del member
         raise dist.DistNetworkError("connection reset")
 
     (member, _) = members(2)

@@ -42,6 +42,12 @@ def test_the_hook_is_removed_after_a_block_that_raises() -> None:
     assert globals_of_torch() == before
 
 
+def test_of_nested_blocks_the_inner_one_is_asked_first() -> None:
+    with hook.replacing(lambda _: other), hook.replacing(lambda c: c if c is backend else None):
+        assert built(backend).compile_fn is backend
+        assert built(other).compile_fn is other
+
+
 def test_choosers_may_leave_in_any_order() -> None:
     before = globals_of_torch()
     first, second = hook.install(lambda _: other), hook.install(lambda _: None)

@@ -12,7 +12,6 @@ from torch import nn
 from ddpopt.cases import corpus
 from ddpopt.cases.case import Case
 from ddpopt.cases.corpus.parameters import MixedDtypes
-from ddpopt.errors import UsageError
 from ddpopt.explanation.explain import explain, explain_case
 from ddpopt.explanation.result import Tally
 from ddpopt.planning.bucket_rule import specs_from_module
@@ -20,6 +19,7 @@ from ddpopt.planning.plan import Plan
 from ddpopt.tuning.records import Gradient, Link, Profile
 from ddpopt.tuning.simulate import simulate
 from ddpopt.tuning.tune import plan_of
+from tests.refusals import refusal
 from tests.unit.rehearsing import Linears, explained, params, rows
 
 TWO = Tally(2, 2, 0, 1, 0, 0)
@@ -178,13 +178,12 @@ the last digit of a bucket: sent while backward computes""",
     steps = json.loads(shown.to_json())["timelines"]
     for name, of in {"explained": shown.plan, "tuned": plan}.items():
         assert steps[name]["step_s"] == simulate(of, profile, link).step_s
-    alone = explanation.predicted(str(tmp_path / "Profile"), str(tmp_path / "Link"))
+    records = str(tmp_path / "Profile"), str(tmp_path / "Link")
+    alone = explanation.predicted(*records)
     assert [*alone.timelines] == ["explained"]
-    with pytest.raises(UsageError, match=r"^--profile: cannot read 'absent'"):
-        explanation.predicted("absent")
+    assert refusal(lambda: explanation.predicted("absent")).startswith("--profile: cannot read 'absent'")
     (tmp_path / "Profile").write_text(replace(profile, gradients=ready[1:]).to_json())
-    with pytest.raises(UsageError, match="of different models"):
-        explanation.predicted(str(tmp_path / "Profile"), str(tmp_path / "Link"))
+    assert "of different models" in refusal(lambda: explanation.predicted(*records))
 
 
 def test_a_case_that_draws_its_weights_leaves_the_callers_generator_alone() -> None:

@@ -64,3 +64,12 @@ def test_the_script_of_a_fault_of_torchs_needs_torch_alone(signature: FailureSig
     assert imports(script) <= {"sys", "os", "traceback", "torch", "dataclasses"}
     assert "_DEFAULT_FIRST_BUCKET_BYTES = 1\n" in script
     assert "ddpopt" not in imports(script_of(of_the_backend, "x.py"))
+
+
+def test_the_script_of_a_fault_of_ddpopts_has_ddpopt_judge() -> None:
+    script = script_of(replace(CASE, mode="ddpopt-split"), "x.py")
+    assert "ddpopt" in imports(script)
+    assert "_DEFAULT_FIRST_BUCKET_BYTES" not in script
+    assert "mode='ddpopt-split'" in script
+    trained = replace(CASE, model=replace(MODEL, training="clipping"))
+    assert "options=['clipping']" in script_of(trained, "x.py")

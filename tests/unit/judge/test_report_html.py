@@ -67,7 +67,7 @@ def test_every_element_is_closed_and_every_link_leads_somewhere_in_the_page(made
     assert "default-src 'none'" in text
 
 
-def nasty() -> Verdict:
+def test_every_text_is_escaped_and_shown_unchanged() -> None:
     finding = Finding(NASTY, NASTY, f"{NASTY}\nsecond line", parameter=NASTY, bucket=0, ulps=float("nan"))
     trial = Trial(
         *(NASTY, NASTY, NASTY, NASTY, Status.WRONG, NASTY, (finding,), (NASTY,), (NASTY,)),
@@ -76,11 +76,7 @@ def nasty() -> Verdict:
     )
     place = Location((Rung(NASTY, agrees=False, detail=NASTY),), NASTY, (NASTY,), NASTY, note=NASTY)
     made = verdict(trial, replace(impossible_trial(), reason=NASTY), location=place, target=NASTY)
-    return replace(made, environment={NASTY: NASTY})
-
-
-def test_every_text_is_escaped_and_shown_unchanged() -> None:
-    page = page_of(html_page(nasty()))
+    page = page_of(html_page(replace(made, environment={NASTY: NASTY})))
     assert not [each.tag for each in page.iter() if each.tag == "b" or "onload" in each.attrib]
     assert len(texts(page, "script")) == 1
     shown = " ".join(NASTY.split())

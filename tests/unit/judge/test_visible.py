@@ -68,32 +68,25 @@ class Keeping(nn.Module):
         return self.last
 
 
-def seen(model: nn.Module, hook: Any, prompt: Tensor, steps: int = 1) -> list[dict[str, Any]]:
-    """What steps of a run show whose loss reads a tensor outside, and whose hook keeps gradients."""
-    weight: Any = next(model.parameters())
-    weight.register_hook(hook)
-    sight, found = Sight((), model), list[dict[str, Any]]()
-    for _ in range(steps):
+def test_a_gradient_that_the_next_step_writes_to_is_reported() -> None:
+    memory, prompt = torch.zeros(2, 2), torch.ones(2, requires_grad=True)
+    model, found = Keeping(), []
+    weight: Any = model.layer.weight
+    weight.register_hook(lambda gradient: memory.add_(gradient).view(2, 2))
+    sight = Sight((), model)
+    for _ in range(2):
         model.zero_grad()
         sight.before_step(keep=False)
         x = torch.ones(1, 2, requires_grad=True)
         sight.calls((x,), {})
-        output = sight.returns(result := model(x))
-        loss = (result * prompt).sum()
+        sight.returns(result := model(x))
+        loss = (result * prompt).sum()  # which reads a tensor outside
         sight.reach(loss)
         torch.autograd.backward(loss)
-        memory = sight.memory()
-        gradients = {f"gradient of {name}": p.grad for name, p in model.named_parameters()}
-        found.append({**output, **sight.after_step(), **gradients, "memory": memory})
-    return found
-
-
-def test_a_gradient_that_the_next_step_writes_to_is_reported() -> None:
-    memory = torch.zeros(2, 2)
-    prompt = torch.ones(2, requires_grad=True)
-    first, second = seen(Keeping(), lambda gradient: memory.add_(gradient).view(2, 2), prompt, steps=2)
-    assert first["memory"][1] == ()
-    shared, written = second["memory"]
+        found.append(sight.memory())
+        sight.after_step()
+    (_, before), (shared, written) = found
+    assert before == ()
     assert ("gradient of layer.weight", "the last step's gradient of layer.weight") in shared
     assert written == ("gradient of layer.weight",)
 

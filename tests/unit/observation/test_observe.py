@@ -40,9 +40,8 @@ class Pair(nn.Module):
         self.second = nn.Linear(6, 6)
         self.register_buffer("count", torch.zeros(3))
 
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.second(torch.relu(self.first(x)))
-        return result
+    def forward(self, x: Tensor) -> Any:
+        return self.second(torch.relu(self.first(x)))
 
 
 def pair(**arguments: Any) -> Any:
@@ -117,10 +116,9 @@ def test_a_plan_imposed_inside_the_block_is_seen_from_then_on_and_no_sync_launch
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_backward_inside_a_backward_is_part_of_it(reentrant: bool) -> None:
     class Checkpointed(Pair):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x: Tensor) -> Any:
             hidden = torch.relu(self.first(x))
-            result: Tensor = checkpoint(self.second, hidden, use_reentrant=reentrant)
-            return result
+            return checkpoint(self.second, hidden, use_reentrant=reentrant)
 
     ddp: Any = DistributedDataParallel(Checkpointed())
     plan = plan_of([[spec] for spec in reversed(specs_from_ddp(ddp))])

@@ -1,6 +1,7 @@
 """a checkpointed region is divided where a bucket ends inside it, and nowhere else."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -23,9 +24,8 @@ class Region(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
         self.body = body
 
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = checkpoint(self.body, self, x, use_reentrant=False)
-        return output
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.body, self, x, use_reentrant=False)
 
 
 def pieces_of(model: nn.Module, layers: float, rows: int = 2) -> tuple[fx.Graph, list[fx.Node]]:
@@ -41,27 +41,24 @@ def plain(region: Region, x: Tensor) -> Tensor:
     return x
 
 
-def under_autocast(region: Region, x: Tensor) -> Tensor:
+def under_autocast(region: Region, x: Tensor) -> Any:
     x = region.layers[0](x)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         x = region.layers[2](region.layers[1](x))
-    output: Tensor = region.layers[3](x.float())
-    return output
+    return region.layers[3](x.float())
 
 
-def partly_without_grad(region: Region, x: Tensor) -> Tensor:
+def partly_without_grad(region: Region, x: Tensor) -> Any:
     x = region.layers[1](region.layers[0](x))
     with torch.no_grad():
         scale = region.layers[2](x).sum()
-    output: Tensor = region.layers[3](x) * scale
-    return output
+    return region.layers[3](x) * scale
 
 
-def in_place(region: Region, x: Tensor) -> Tensor:
+def in_place(region: Region, x: Tensor) -> Any:
     x = region.layers[0](x)
     x += region.layers[1](torch.tanh(x + 1))
-    output: Tensor = region.layers[3](region.layers[2](x))
-    return output
+    return region.layers[3](region.layers[2](x))
 
 
 def by_a_weight_of_its_share(region: Region, x: Tensor) -> Tensor:

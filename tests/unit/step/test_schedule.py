@@ -108,7 +108,9 @@ OPERATIONS: dict[str, Callable[[float, Tensor, Tensor], Any]] = {
     "full": lambda rate, a, b: (torch.full_like(a, rate) + b, torch.full((2,), rate), torch.tensor(rate)),
     "new full": lambda rate, a, _: a.new_full((2,), rate),
     "functions": lambda rate, a, _: a * math.sqrt(rate) * round(rate, 1) * min(rate, 0.2) * max(0.1, rate),
-    "integers": lambda rate, a, _: a * int(rate * 10) + math.floor(rate * 20) + float(rate // 0.2),
+    "integers": lambda rate, a, _: (
+        a * int(rate * 10) + math.floor(rate * 20) + round(rate) + float(rate // 0.2)
+    ),
     "foreach": lambda rate, a, b: torch._foreach_mul([a, b], rate),
     "foreach, in place": lambda rate, a, b: in_place(torch._foreach_add_, a, b, alpha=rate),
     "foreach lerp": lambda rate, a, b: in_place(torch._foreach_lerp_, a, b, weight=rate),
