@@ -263,7 +263,7 @@ WAYS = {
     "Adagrad": Way(optimizer=adam(optim.Adagrad, lr_decay=0.1), between=halve, graphs=1),
     "RMSprop": Way(optimizer=adam(optim.RMSprop, centered=True, momentum=0.9), between=halve),
     "by hand": Way(by_hand, sgd()),
-    "written before": Way(clamped, sgd()),
+    "written before": Way(clamped, sgd(), graphs=1),
     "early gradient": Way(early, sgd()),
     "norm": Way(by_norm),
     "value, static graph": Way(by_value, model={"unused": True}, ddp={"static_graph": True, VIEWS: True}),
