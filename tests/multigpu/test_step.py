@@ -288,7 +288,7 @@ WAYS = {
 
 BY_DAY = ("learning rate", "norm", "unused")
 """The ways that run with both fusions by day; fusions differ in how gradients are sent only."""
-BY_NIGHT = ("zeroed in place", "two groups")
+BY_NIGHT = ("zeroed in place", "two groups", "RMSprop")
 
 
 def left(model: Any, optimizer: Any) -> Any:
