@@ -29,4 +29,4 @@ def _bernoulli(tensor: Tensor, p: float = 0.5, generator: Any = None) -> Any:
 
 
 AS_EAGER: Any = {torch.ops.aten.bernoulli_.float: _bernoulli}
-"""How operators are recorded that a backend would compute in another way."""
+"""Decompositions of operators with which a backend would draw in another order than eager."""

@@ -23,11 +23,13 @@ class Framework(Engine):
     Attributes:
         framework: the framework's own object, which `set_up` makes.
         wrapped: the model as the framework returned it.
+        set_up: a method that makes `framework`, lets it wrap a model, and returns that.
     """
 
     compiles = True
     framework: Any
     wrapped: Any
+    set_up: Any
 
     def prepare(self, model: nn.Module, group: dist.ProcessGroup) -> Callable[..., Any]:
         """Set the model up, and compile what the framework returns."""
@@ -38,10 +40,6 @@ class Framework(Engine):
             )
         self.wrapped = self.set_up(model)
         return compiled(self.wrapped, self.backend)
-
-    def set_up(self, model: nn.Module) -> Any:
-        """Make `framework`, and let it wrap the model."""
-        raise NotImplementedError
 
     def backward(self, loss: Tensor) -> None:
         """The framework's backward."""

@@ -100,9 +100,8 @@ def whole_step(trainer: Any, take_step: Step, decorate: Callable[[Any], Any]) ->
             raise UnsupportedError("random numbers are seeded between the parts of a step")
         known = sum(each.startswith(WHOLE) for each in trainer.compilations.graphs)
         trainer.compilations.graphs.extend(f"{WHOLE}{place}" for place in range(known, len(run.graphs)))
-        for place, output in enumerate(outputs):
-            attached = _mapped(_attached, output, computed[place])
-            trainer.extras |= trainer.sight.returns(attached, place + 1, values[place])
+        for forward, (output, of_graph, value) in enumerate(zip(outputs, computed, values, strict=True), 1):
+            trainer.extras |= trainer.sight.returns(_mapped(_attached, output, of_graph), forward, value)
 
     return take
 
@@ -113,7 +112,7 @@ def _draws(model: torch.nn.Module) -> Iterator[bool]:
 
 
 def _mapped(function: Callable[..., Any], output: Any, *others: Any) -> Any:
-    """`tree_map`, which takes a dataclass for a leaf."""
+    """`tree_map`, also over the fields of a dataclass, which `tree_map` takes for a leaf."""
     if not is_dataclass(output):
         return tree_map(function, output, *others)
     found = {

@@ -63,7 +63,7 @@ class TrainStep:
         self._function = function
         self._settings = settings
         self._compiled = self._uncompiled()
-        self._compiled_for: WeakKeyDictionary[DistributedDataParallel, Any] = WeakKeyDictionary()
+        self._compiled_for: WeakKeyDictionary[Any, tuple[Plan | None, str]] = WeakKeyDictionary()
         self._seen = Seen()
         self._compared = False
         self._replaced: WeakKeyDictionary[DistributedDataParallel, Sequence[Swap]] = WeakKeyDictionary()

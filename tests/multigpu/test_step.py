@@ -150,8 +150,8 @@ class Early(torch.autograd.Function):
 
 
 def early(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
-    loss = loss_of(model, x, y) + Early.apply(model.module.layers[0].weight, x)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    gradients = [each.grad for each in model.module.layers.parameters() if each.grad is not None]
+    loss = loss_of(model, x, y) + Early.apply(model.module.spare.weight, x)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    gradients = [each.grad for each in model.parameters() if each.grad is not None]
     if gradients:
         torch._foreach_mul_(gradients, 0.5)
     loss.backward()
@@ -264,7 +264,7 @@ WAYS = {
     "RMSprop": Way(optimizer=adam(optim.RMSprop, centered=True, momentum=0.9), between=halve),
     "by hand": Way(by_hand, sgd()),
     "written before": Way(clamped, sgd(), graphs=1),
-    "early gradient": Way(early, sgd()),
+    "early gradient": Way(early, sgd(), model={"unused": True}, ddp={"static_graph": True}),
     "norm": Way(by_norm),
     "value, static graph": Way(by_value, model={"unused": True}, ddp={"static_graph": True, VIEWS: True}),
     "accumulation": Way(accumulated, model={"norm": True}),

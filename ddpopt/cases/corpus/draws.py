@@ -94,7 +94,7 @@ def arrays_case(
         build: makes the model, without arguments.
         shape: the array's sizes, usually the batch first.
         about: as in `Case`; by default the first line of `build`'s docstring.
-        **more: other fields of `Case`.
+        **more: other fields of `Case`; `inputs` replaces the array.
 
     Returns:
         The case.
