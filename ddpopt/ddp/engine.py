@@ -7,18 +7,20 @@ roots in the frame that called the engine; Python can access them nowhere else.
 Invariant: None means "not known". Nothing here guesses.
 
 Uses private names of torch: ``torch.autograd.graph._engine_run_backward`` (its frame),
-``torch._C._current_graph_task_id``, ``torch._C._current_autograd_node`` and
-``torch._C._will_engine_execute_node``.
+``torch._C._current_graph_task_id``, ``torch._C._current_autograd_node``,
+``torch._C._will_engine_execute_node``, ``torch._C._distributed_rpc._is_current_rpc_agent_set`` and
+``torch._C._distributed_autograd._current_context``.
 """
 
 import sys
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.autograd.graph import get_gradient_edge
 
 NO_TASK = -1
@@ -34,13 +36,13 @@ class Backward:
     Attributes:
         task: number of the engine's graph task, unique to each backward of a process.
         creates_graph: whether it was called with ``create_graph=True``.
-        leaf_edges: the number of edges of its graph that end in each leaf, by ``id`` of the leaf's node. The
-            ``id`` is valid only while another object keeps the leaf alive.
+        senders: the nodes that send a gradient to each leaf, as ``id`` of the nodes, by ``id`` of the leaf's
+            node. An ``id`` is valid only while another object keeps the node alive.
     """
 
     task: int
     creates_graph: bool
-    leaf_edges: Mapping[int, int]
+    senders: Mapping[int, Set[int]]
 
 
 def task_id() -> int:
@@ -61,6 +63,17 @@ def will_run(node: Any) -> bool:
         return False
 
 
+def has_distributed_context() -> bool:
+    """Whether this thread is inside a ``torch.distributed.autograd.context()``, whose backwards are RPCs."""
+    if not dist.rpc.is_available() or not torch._C._distributed_rpc._is_current_rpc_agent_set():
+        return False
+    try:
+        torch._C._distributed_autograd._current_context()
+    except RuntimeError:  # there is none
+        return False
+    return True
+
+
 def running_backward() -> Backward | None:
     """Inspect the backward that is running on this thread.
 
@@ -79,7 +92,7 @@ def running_backward() -> Backward | None:
         outputs, options = frame.f_locals["t_outputs"], frame.f_locals["args"]
         roots = [get_gradient_edge(o).node if isinstance(o, torch.Tensor) else o.node for o in outputs]
         if len(options) > 2 and all(map(_takes_part, roots)):
-            found = Backward(task, bool(options[2]), _edges_into_leaves(roots))
+            found = Backward(task, bool(options[2]), _senders_to_leaves(roots))
             _latest[:] = [found]
             return found
     return None
@@ -113,17 +126,20 @@ def _engine_call(frame: FrameType | None) -> FrameType | None:
     return frame
 
 
-def _edges_into_leaves(roots: list[Any]) -> Counter[int]:
-    """Count the edges into each node that has no outgoing edges."""
+def _senders_to_leaves(roots: list[Any]) -> Mapping[int, Set[int]]:
+    """The nodes with an edge to each node that has no outgoing edges; a root has itself."""
     seen = dict.fromkeys(roots)  # keeps the nodes alive, so that each one keeps its id
     pending = [*seen]
-    edges: Counter[int] = Counter(id(root) for root in roots if not root.next_functions)
+    senders: defaultdict[int, set[int]] = defaultdict(set)
     while pending:
-        for node, _ in pending.pop().next_functions:
-            if node is None:
-                continue
-            edges[id(node)] += 1
-            if node not in seen:
-                seen[node] = None
-                pending.append(node)
-    return Counter({id(node): edges[id(node)] for node in seen if not node.next_functions})
+        node = pending.pop()
+        successors = [successor for successor, _ in node.next_functions if successor is not None]
+        if not node.next_functions and node in roots:
+            senders[id(node)].add(id(node))
+        for successor in successors:
+            if not successor.next_functions:
+                senders[id(successor)].add(id(node))
+            if successor not in seen:
+                seen[successor] = None
+                pending.append(successor)
+    return senders

@@ -89,6 +89,12 @@ class ReadyHooks:
             self._buckets = set()
         return True
 
+    @property
+    def are_in_charge(self) -> bool:
+        """Whether these hooks, and not the reducer's own, notify the module's reducer."""
+        reducer = running_reducer(self._ddp())
+        return reducer is not None and self._is_taken_over(reducer)
+
     def _numbered(self) -> dict[int, int]:
         """The number that the module's current reducer gives each place; empty if that is not known."""
         with contextlib.suppress(UnsupportedError):
@@ -141,8 +147,8 @@ class ReadyHooks:
             )
 
     def _notify(self, place: int) -> None:
-        reducer = running_reducer(self._ddp())
-        if reducer is not None and self._is_taken_over(reducer) and not getattr(reducer, "is_removed", False):
+        reducer: Any = running_reducer(self._ddp())
+        if self.are_in_charge and not getattr(reducer, "is_removed", False):
             reducer._autograd_hook(self._numbers[place])
             ddp: Any = self._ddp()
             if ddp.gradient_as_bucket_view and ddp.require_backward_grad_sync:

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ddpopt.ddp.deferral import active_module
 from ddpopt.graph.artifacts import code_of, show
+from ddpopt.graph.effects import written_storages
 from ddpopt.graph.nodes import CompilerFn, example_value, module_like, storages
 from ddpopt.graph.rewriting import add_input, copy_input
 from ddpopt.inline.handover import Call, empty_token, lend
@@ -108,24 +109,39 @@ def compile_inline(
     show("ddpopt_inline_graph", code_of(edited))
     compiled = compiler(edited, [*values, *tokens])
     others = [place for place, node in enumerate(inputs) if node not in detached]
+    only_read = _only_read(gm)
+    is_only_read = {place: inputs[place] in only_read for place in others}
     waiting = {place for node, place in place_of.items() if node in late}
     asserting = _asserts_gradients(compiler)
 
     def run(*arguments: Any) -> Any:
         given = [*arguments]
         lent = [{position: given[position] for position in group} for group in positions]
-        tokens = Call(active_module(), lent, [given[place] for place in others], waiting).open_gate()
+        call = Call(active_module(), lent, [given[place] for place in others], waiting)
+        for place in others:
+            given[place] = call.passed_on(given[place], is_only_read=is_only_read[place])
+        tokens = call.open_gates()
         for position in flat if asserting else ():
             given[position] = given[position].detach()
-        return compiled(*given, *tokens)
+        outputs = compiled(*given, *tokens)
+        call.follow(outputs)
+        return outputs
 
     return run
+
+
+def _only_read(gm: fx.GraphModule) -> set[fx.Node]:
+    """The inputs that the graph neither writes to nor returns, so that views of them may be given instead."""
+    nodes = [*gm.graph.nodes]
+    others = {storage for node in nodes for storage in written_storages(node)}
+    others |= {storage for node in gm.graph.output_node().all_input_nodes for storage in storages(node)}
+    return {node for node in gm.graph.find_nodes(op="placeholder") if others.isdisjoint(storages(node))}
 
 
 def _asserts_gradients(compiler: Any) -> bool:
     """Whether compiled code asserts which inputs require grad, as AOTAutograd's debug mode does.
 
-    It then gets detached parameters, whose gradients leave at the end of its backward.
+    It then gets detached parameters.
     """
     arguments = getattr(compiler, "kwargs", {})
     return bool(functorch_config.debug_assert or arguments.get("fw_compiler") is nop)

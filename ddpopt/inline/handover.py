@@ -14,8 +14,8 @@ Whether a gradient is handed over is decided in each backward, never at compile 
 must hold; otherwise the gradient waits until the compiled backward is over and leaves in the usual way:
 
 - the engine will accumulate into this parameter in this backward (false under ``torch.autograd.grad``);
-- no other edge of the backward leads to the parameter, so that the gradient is complete (false for a weight
-  that the loss also reads, after a graph break, or with two forwards before one backward);
+- nothing else in the backward sends a gradient to the parameter, so that the gradient is complete (false for
+  a weight that the loss also reads, after a graph break, or with two forwards before one backward);
 - the parameter still requires grad, and accumulates in its own dtype;
 - there are no hooks on the parameter or its AccumulateGrad node; a user's hook runs once, at its usual time;
 - no communication hook can change the parameter while later code of the backward still reads it; a hook that
@@ -24,27 +24,34 @@ must hold; otherwise the gradient waits until the compiled backward is over and 
 - the backward creates no graph, does not check for NaN and runs on the default stream, and the graph was
   called in DDP's forward.
 
+One rank may decide otherwise than its peers, so the order of what a rank sends must not depend on that. There
+is a gate for each group, and the engine runs all of them right after the compiled backward, in the order of
+the groups: a bucket that leaves late is still sent before anything else can be sent. Whatever else the
+compiled backward reaches directly, such as a weight that DDP ignores and whose hook communicates, gets its
+gradient after the gates (`_After`), and so do parameters with hooks, in the order of the groups.
+
 Invariant: each gradient reaches its parameter exactly once, in memory that nothing else owns: it is copied,
 unless the compiler of the backward has proved that its code no longer uses that memory.
 """
 
-import functools
 from collections.abc import Container, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch._dynamo.compiled_autograd
 import torch.fx.traceback as fx_traceback
 from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from ddpopt.ddp.engine import NO_TASK, running_backward, running_node, task_id, will_run
+from ddpopt.ddp.engine import NO_TASK, has_distributed_context, running_backward, running_node, task_id, will_run
 from ddpopt.ddp.ready_hooks import ready_hooks
-from ddpopt.errors import HandOverError
+from ddpopt.errors import DdpoptError, HandOverError, UnsupportedError
 from ddpopt.graph.nodes import storages_of
+from ddpopt.inline.ambient import Ambient, nodes_before
+from ddpopt.inline.owners import is_alone
 
 COPIED, TAKEN, LATE = range(3)
 """How a gradient is handed over: copied; taken with its memory, which compiled code provably does not use,
@@ -71,19 +78,59 @@ class Call:
     def __init__(self, ddp: DDP | None, groups: Groups, others: Sequence[Any], late: Container[int]) -> None:
         self._hooks = None if ddp is None else ready_hooks(ddp)
         # only a communication hook that runs an optimizer changes parameters during backward
-        self._late, self._comm_hooks = late, [] if ddp is None else ddp._comm_hooks
+        self._late = late
+        self._comm_hooks = [] if ddp is None else ddp._comm_hooks
         self.groups = groups
         self._memory = frozenset(storages_of(others))
         self._parameters = {slot: parameter for group in groups for slot, parameter in group.items()}
         # by backward and slot: two backwards through one retained graph may overlap
         self._kept: dict[tuple[int, int], Tensor] = {}
-        self._task, self._opens = NO_TASK, False
+        self._task = NO_TASK
         self._places: dict[int, int] = {}
+        self._opens: dict[int, bool] = {}
+        self._ambient = Ambient()
+        self._hands_over = True
 
-    def open_gate(self) -> tuple[Tensor, ...]:
-        """Return tokens for `lend`, one for each group: an empty tensor on the device of its parameters."""
-        tokens: tuple[Tensor, ...] = _Gate.apply(self, *self._parameters.values())  # type: ignore[no-untyped-call]
-        return tokens
+    def open_gates(self) -> list[Tensor]:
+        """Return tokens for `lend`, one for each group: an empty tensor on the device of its parameters.
+
+        Raises:
+            UnsupportedError: the forward runs inside a context of distributed autograd.
+        """
+        if torch.is_grad_enabled() and has_distributed_context():
+            raise UnsupportedError(
+                "a forward inside torch.distributed.autograd.context(): its backward keeps gradients away from "
+                'the parameters, so none can be handed to DDP; use ddpopt.compile(..., strategy="split")'
+            )
+        hooked = [slot for slot, parameter in self._parameters.items() if self._has_hooks(parameter)]
+        # of all nodes that are ready, the engine runs first the one that was made last
+        after = {slot: _After.apply(self._parameters[slot]) for slot in reversed(hooked)}  # type: ignore[no-untyped-call]
+        tokens = [
+            _Gate.apply(self, place, *({**group, **after}[slot] for slot in group))  # type: ignore[no-untyped-call]
+            for place, group in reversed([*enumerate(self.groups)])
+        ]
+        return tokens[::-1]
+
+    def passed_on(self, value: Any, *, is_only_read: bool) -> Any:
+        """Another input of the graph; a leaf that is not this module's gets its gradient after the gates.
+
+        Args:
+            value: the input.
+            is_only_read: whether the graph neither writes to it nor returns it. If it does, it must be given
+                what the user gave, and no gradient of this call is handed over early.
+        """
+        is_trained = isinstance(value, Tensor) and value.requires_grad and value.is_leaf
+        if self._hooks is None or not is_trained or id(value) in self._hooks.places:
+            return value
+        if not is_only_read:
+            self._hands_over = False
+            return value
+        return _After.apply(value)  # type: ignore[no-untyped-call]
+
+    def follow(self, outputs: Any) -> None:
+        """Note autocast around each backward of these outputs, for communication hooks."""
+        if self._comm_hooks:
+            self._ambient.note_before(nodes_before(outputs, _Gate._backward_cls))
 
     def receive(self, slot: int, gradient: Tensor, treatment: int, gate: Any) -> None:
         """Hand over the complete gradient of a parameter, or keep it for the gate.
@@ -92,20 +139,25 @@ class Call:
             slot: the parameter's slot.
             gradient: the graph's whole contribution to the gradient.
             treatment: `COPIED`, `TAKEN` or `LATE`.
-            gate: the call's gate, a node of the autograd graph.
+            gate: the gate of the parameter's group, a node of the autograd graph.
         """
         task = task_id()
         if task != self._task:
             self._places = self._decided()
-            self._task, self._opens = task, will_run(gate)
+            self._opens = {}
+            self._task = task
+        if gate.place not in self._opens:
+            self._opens[gate.place] = will_run(gate)
         # the proof covers only the compiled code; an operator that it calls may keep a reference
-        taken = treatment == TAKEN and _is_alone(gradient)
+        taken = treatment == TAKEN and is_alone(gradient)
         if self._hooks is not None and slot in self._places and treatment != LATE:
             parameter = self._parameters[slot]
             if gradient.dtype != parameter.dtype:  # as in a backward under autocast; the engine casts, too
-                gradient, taken = gradient.to(parameter.dtype), True
-            self._hooks.hand_over(self._places[slot], parameter, gradient, taken)
-        elif self._opens:
+                gradient = gradient.to(parameter.dtype)
+                taken = True
+            with self._ambient.restored() if self._comm_hooks else nullcontext():
+                self._hooks.hand_over(self._places[slot], parameter, gradient, taken)
+        elif self._opens[gate.place]:
             self._kept[task, slot] = gradient.detach() if taken else gradient.clone()
 
     def claim(self, slot: int) -> Tensor | None:
@@ -118,27 +170,31 @@ class Call:
         if hooks is None or not hooks.take_over() or not self._memory.isdisjoint(hooks.written_memory()):
             return {}
         backward = running_backward()
-        if backward is None or backward.creates_graph or _looks_for_nan():
+        if not self._hands_over or backward is None or backward.creates_graph or _looks_for_nan():
             return {}
         places = {slot: hooks.places.get(id(parameter)) for slot, parameter in self._parameters.items()}
         may_step = not all(getattr(hook, "only_sends", False) for hook, _ in self._comm_hooks)
+        node = running_node()
+        own = {id(node), *(id(gate) for gate in _gates_of(node))}
         return {
             slot: place
             for slot, place in places.items()
             if place is not None
             and not (slot in self._late and may_step)
             and self._parameters[slot].requires_grad
-            and not hooks.is_hooked(place)
-            and not _is_hooked(self._parameters[slot])
+            and not self._has_hooks(self._parameters[slot])
             and not _is_cast(self._parameters[slot])
             and _is_on_default_stream(self._parameters[slot])
-            and backward.leaf_edges.get(id(hooks.leaves[place])) == _OWN_EDGES
+            and backward.senders.get(id(hooks.leaves[place]), own) <= own
             and will_run(hooks.leaves[place])
         }
 
-
-_OWN_EDGES = 2
-"""Edges to each parameter: the gate's, and the compiled code's, which brings no gradient."""
+    def _has_hooks(self, parameter: Tensor) -> bool:
+        """Whether other code has a hook on a parameter, or on its AccumulateGrad node."""
+        if _is_hooked(parameter) or self._hooks is None or not self._hooks.are_in_charge:
+            return _is_hooked(parameter)
+        place = self._hooks.places.get(id(parameter))
+        return place is not None and self._hooks.is_hooked(place)
 
 
 def _looks_for_nan() -> bool:
@@ -169,24 +225,37 @@ def _is_on_default_stream(parameter: Tensor) -> bool:
 
 
 class _Gate(torch.autograd.Function):
-    """Passes the gradients that were not handed over to the parameters."""
+    """Passes the gradients of a group that were not handed over to the parameters."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, *_: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, call: Call, place: int, *parameters: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.call = call
-        return tuple(empty_token(next(iter(group.values()))) for group in call.groups)
+        ctx.place = place
+        return empty_token(parameters[0])
 
     @staticmethod
-    def backward(ctx: Any, *tokens: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, token: Tensor | None) -> tuple[Tensor | None, ...]:
         call: Call = ctx.call
-        slots = [(slot, token) for token, group in zip(tokens, call.groups, strict=True) for slot in group]
-        pairs = [(call.claim(slot), token) for slot, token in slots]
-        if not torch.is_grad_enabled():
-            return (None, *(gradient for gradient, _ in pairs))
-        # create_graph: a second differentiation must reach the compiled backward, whose error says that it is
-        # not supported
-        return (None, *(_tied(gradient, token) for gradient, token in pairs))
+        gradients = [call.claim(slot) for slot in call.groups[ctx.place]]
+        if torch.is_grad_enabled():
+            # create_graph: a second differentiation must reach the compiled backward, whose error says that
+            # it is not supported
+            gradients = [_tied(gradient, token) for gradient in gradients]
+        return (None, None, *gradients)
+
+
+class _After(torch.autograd.Function):
+    """The identity, made before the gates, so that a gradient which goes through it arrives after theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        return leaf.view_as(leaf)
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor | None) -> Tensor | None:
+        return gradient
 
 
 def _tied(gradient: Tensor | None, token: Tensor | None) -> Tensor | None:
@@ -275,22 +344,35 @@ def hand_over(gradients: Sequence[Tensor], slots: Sequence[int], treatment: Sequ
     Returns:
         The gradient of the token: an empty tensor.
     """
-    gate = _gate_of(running_node())
+    gates = (gate for gate in _gates_of(running_node()) if slots[0] in gate.call.groups[gate.place])
+    gate = next(gates, None)
     if gate is None or task_id() == NO_TASK:
-        raise HandOverError(
-            f"ddpopt::hand_over: input {slots[0]} of a compiled graph has a gradient, but no backward of "
-            "that graph is running. Start it with backward() or torch.autograd.grad(), or compile with "
-            'strategy="split"'
-        )
+        raise _no_backward(slots[0])
     for gradient, slot, how in zip(gradients, slots, treatment, strict=True):
         gate.call.receive(slot, gradient, how, gate)
     return empty_token(gradients[0])
 
 
-def _gate_of(node: Any) -> Any:
-    """The gate of compiled code, found through its backward's edges: users can change saved values."""
+def _no_backward(slot: int) -> DdpoptError:
+    """The error for a call outside of the backward of its graph."""
+    compiled_autograd = torch._dynamo.compiled_autograd
+    if compiled_autograd.compiled_autograd_enabled or compiled_autograd.in_compiled_autograd_region:
+        return UnsupportedError(
+            "compiled autograd captures this backward, so no gradient can be handed to DDP from inside it; "
+            "nothing was sent. Leave compiled autograd out: the backward of a compiled forward is compiled "
+            "without it"
+        )
+    return HandOverError(
+        f"ddpopt::hand_over: input {slot} of a compiled graph has a gradient, but no backward of that graph "
+        "is running. Start it with backward() or torch.autograd.grad(), or compile with "
+        'strategy="split"'
+    )
+
+
+def _gates_of(node: Any) -> list[Any]:
+    """The gates of compiled code, found through its backward's edges: users can change saved values."""
     edges = () if node is None else node.next_functions
-    return next((gate for gate, _ in edges if isinstance(gate, _Gate._backward_cls)), None)
+    return [gate for gate, _ in edges if isinstance(gate, _Gate._backward_cls)]
 
 
 def _hand_over_batched(gradients: Sequence[Tensor], slots: Sequence[int], treatment: Sequence[int]) -> Tensor:
@@ -298,45 +380,8 @@ def _hand_over_batched(gradients: Sequence[Tensor], slots: Sequence[int], treatm
     return hand_over(gradients, slots, [LATE] * len(treatment))
 
 
-def _owners(tensors: Sequence[Tensor]) -> list[int]:
-    """The operator ``ddpopt::owners``: count the references to the only tensor in its list.
-
-    Counts references to the tensor itself, to its storage and to its base. All Python references count as
-    one; those of the engine and of other views are added. Uses private parts of torch:
-    ``Tensor._use_count`` and ``torch._C._storage_Use_Count``.
-    """
-    tensor: Any  # torch's stubs lack _use_count
-    (tensor,) = tensors
-    base = tensor._base._use_count() if tensor._is_view() else 0
-    return [tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata), base]
-
-
-@functools.cache
-def _owners_of_one(is_view: bool) -> list[int]:
-    """The same counts for a tensor, or a view of one, that only the operator's caller references."""
-
-    def measure() -> list[int]:
-        if is_view:
-            return list(torch.ops.ddpopt.owners([torch.empty(1, device="cpu").view(1)]))
-        return list(torch.ops.ddpopt.owners([torch.empty(1, device="cpu")]))
-
-    # a mode would be one more owner, and below autograd there are no views: a new thread has neither problem
-    with ThreadPoolExecutor(1) as apart:
-        return apart.submit(measure).result()
-
-
-def _is_alone(tensor: Tensor) -> bool:
-    """Whether only the operator's caller can reach this tensor's memory."""
-    if tensor.layout != torch.strided:
-        return False  # a sparse tensor has no single storage
-    alone = _owners_of_one(tensor._is_view())
-    return all(count <= one for count, one in zip(_owners([tensor]), alone, strict=True))
-
-
 _library: Any = torch.library.Library("ddpopt", "DEF")  # type: ignore[no-untyped-call]  # torch types it not
 _library.define("hand_over(Tensor[] gradients, int[] slots, int[] treatment) -> Tensor")
-_library.define("owners(Tensor[] tensors) -> int[]")
-_library.impl("owners", _owners, "CompositeExplicitAutograd")
 _library.impl("hand_over", hand_over, "CompositeExplicitAutograd")
 for _batched in ("Batched", "FuncTorchBatched"):
     _library.impl("hand_over", _hand_over_batched, _batched)

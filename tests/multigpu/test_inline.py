@@ -1,6 +1,8 @@
 """Strategy inline on several ranks: eager DDP's gradients, in buckets that leave while backward runs."""
 
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -8,12 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._dynamo import compiled_autograd
 from torch.distributed._functional_collectives import all_reduce
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.common_utils import DeterministicGuard
 
 import ddpopt
 from ddpopt.ddp import deferral
 from ddpopt.ddp.impose import imposed_plan
+from ddpopt.errors import UnsupportedError
 from ddpopt.ranks.group import Ranks
 from tests.multigpu.models import Gradients, Tower, hand_overs, hook_that_sees
 from tests.multigpu.training import SETTINGS, STEPS, Buckets, Setting, alike, batch, build, loss, train
@@ -208,3 +213,64 @@ def test_with_buckets_ddp_the_reducer_rebuilds_eagers_buckets(ranks: Ranks) -> N
     assert seen[1] == seen[0]
     assert modules[1].reducer is before
     assert imposed_plan(modules[1]) is None
+
+
+def autocast(is_on: bool) -> Any:
+    return torch.autocast("cpu", torch.bfloat16, is_on)
+
+
+def deterministic() -> Any:
+    return DeterministicGuard(True)  # type: ignore[no-untyped-call]  # of torch
+
+
+SURROUNDINGS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    "autocast around both": (lambda: autocast(True), lambda: autocast(True)),
+    "autocast around the forward": (lambda: autocast(True), lambda: autocast(False)),
+    "autocast around the backward": (lambda: autocast(False), lambda: autocast(True)),
+    "a default device": (lambda: torch.device("cpu"), lambda: torch.device("meta")),
+    "deterministic algorithms": (deterministic, deterministic),
+}
+"""What is around a forward, and around its backward."""
+
+
+def state_of_torch() -> tuple[Any, ...]:
+    """What a hook may look at; the dtype of a product shows whether autocast really is on."""
+    product = torch.ones(1, 1, device="cpu") @ torch.ones(1, 1, device="cpu")
+    return (
+        product.dtype,
+        torch.empty(1).device.type,
+        torch.is_grad_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+    )
+
+
+def note_state(states: list[tuple[Any, ...]], _: object) -> None:
+    states.append(state_of_torch())
+
+
+@pytest.mark.parametrize("name", SURROUNDINGS)
+def test_a_communication_hook_sees_the_state_that_it_sees_in_eager(ranks: Ranks, name: str) -> None:
+    around_forward, around_backward = SURROUNDINGS[name]
+    seen: dict[bool, list[tuple[Any, ...]]] = {}
+    for compiles in (False, True):
+        ddp = wrapped(Setting(), ranks)
+        seen[compiles] = []
+        note = partial(note_state, seen[compiles])
+        ddp.register_comm_hook(None, hook_that_sees(ddp, note))
+        call = inlined(ddp) if compiles else ddp
+        for step in range(STEPS):
+            x = batch(ranks, step)
+            with around_forward():
+                total = loss(call(x))
+            with around_backward():
+                torch.autograd.backward(total)
+    assert set(seen[True]) == set(seen[False])
+    assert len(set(seen[True])) == 1
+
+
+def test_compiled_autograd_is_refused_before_anything_is_sent(ranks: Ranks) -> None:
+    call = inlined(wrapped(Setting(), ranks))
+    total = loss(call(batch(ranks, 0)))
+    capture = compiled_autograd._enable(torch.compile(backend="eager"))
+    with capture, pytest.raises(UnsupportedError, match="compiled autograd captures this backward"):
+        torch.autograd.backward(total)

@@ -83,7 +83,7 @@ def taking(site: Site) -> Iterator[None]:
             treatment = handover.TAKEN
         receive(self, slot, gradient, treatment, gate)
 
-    with patch.object(handover.Call, "receive", take), patch.object(handover, "_is_alone", lambda _: True):
+    with patch.object(handover.Call, "receive", take), patch.object(handover, "is_alone", lambda _: True):
         yield
 
 

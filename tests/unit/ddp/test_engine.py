@@ -33,10 +33,10 @@ class Watch:
 
     @property
     def edges(self) -> list[list[int]]:
-        """For each look, how many edges lead to the left leaf and to the right one."""
+        """For each look, how many nodes send to the left leaf and to the right one."""
         backwards = [seen for seen in self.seen if seen is not None]
         assert len(backwards) == len(self.seen)
-        return [[seen.leaf_edges.get(id(leaf), 0) for leaf in self.leaves] for seen in backwards]
+        return [[len(seen.senders.get(id(leaf), ())) for leaf in self.leaves] for seen in backwards]
 
 
 def backward(*roots: Any, **options: Any) -> None:
@@ -79,7 +79,7 @@ ROOTS: dict[str, tuple[Callable[[Watch], list[Any]], list[list[int]]]] = {
 
 
 @pytest.mark.parametrize("name", ROOTS)
-def test_each_use_of_a_parameter_is_an_edge(name: str) -> None:
+def test_each_use_of_a_parameter_is_a_sender(name: str) -> None:
     roots, edges = ROOTS[name]
     watch = Watch()
     given = roots(watch)

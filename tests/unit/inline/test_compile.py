@@ -16,7 +16,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 import ddpopt
 from ddpopt.errors import HandOverError
 from ddpopt.inline.compile import together
-from ddpopt.inline.handover import COPIED, _owners_of_one
+from ddpopt.inline.handover import COPIED
+from ddpopt.inline.owners import _owners_of_one
 from ddpopt.planning.bucket_rule import ParamSpec
 from ddpopt.planning.facts import GraphFacts, ParamUse
 from ddpopt.planning.plan import Bucket
