@@ -46,7 +46,14 @@ from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from ddpopt.ddp.engine import NO_TASK, has_distributed_context, running_backward, running_node, task_id, will_run
+from ddpopt.ddp.engine import (
+    NO_TASK,
+    has_distributed_context,
+    running_backward,
+    running_node,
+    task_id,
+    will_run,
+)
 from ddpopt.ddp.ready_hooks import ready_hooks
 from ddpopt.errors import DdpoptError, HandOverError, UnsupportedError
 from ddpopt.graph.nodes import storages_of

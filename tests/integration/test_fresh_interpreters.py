@@ -96,3 +96,35 @@ for name in names:
 print(len(names) > 100, state() == before)
 """
     assert python("-c", program, folder=ROOT).stdout == "True True\n"
+
+
+DISTRIBUTED_AUTOGRAD = """
+import tempfile
+import torch, ddpopt
+import torch.distributed as dist
+from torch.distributed import autograd, rpc
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+with tempfile.NamedTemporaryFile() as file:
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{file.name}")
+    rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+for strategy in ("split", "inline"):
+    call = ddpopt.compile(DistributedDataParallel(net, bucket_cap_mb=1e-4), backend="aot_eager", strategy=strategy)
+    with autograd.context() as context:
+        try:
+            autograd.backward(context, [call(torch.ones(2, 8)).sum()])
+        except ddpopt.errors.UnsupportedError as error:
+            print(error)
+        print(len(autograd.get_gradients(context)))
+rpc.shutdown(graceful=False)
+dist.destroy_process_group()
+"""
+
+
+def test_distributed_autograd_gets_its_gradients_from_split_and_is_refused_by_inline() -> None:
+    done = python("-c", DISTRIBUTED_AUTOGRAD)
+    gradients, refusal, none = done.stdout.splitlines()
+    assert (gradients, none) == ("4", "0")
+    assert refusal.endswith('use ddpopt.compile(..., strategy="split")')
