@@ -111,7 +111,8 @@ with tempfile.NamedTemporaryFile() as file:
     rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
 net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
 for strategy in ("split", "inline"):
-    call = ddpopt.compile(DistributedDataParallel(net, bucket_cap_mb=1e-4), backend="aot_eager", strategy=strategy)
+    ddp = DistributedDataParallel(net, bucket_cap_mb=1e-4)
+    call = ddpopt.compile(ddp, backend="aot_eager", strategy=strategy)
     with autograd.context() as context:
         try:
             autograd.backward(context, [call(torch.ones(2, 8)).sum()])
