@@ -70,6 +70,10 @@ class CertificateError(DdpoptError):
         )
 
 
+class CaptureError(DdpoptError):
+    """torch itself failed while it captured a train step; that is a fault, and no restriction of ddpopt."""
+
+
 class HandOverError(DdpoptError):
     """A gradient that was handed to DDP from inside a backward turned out to be incomplete."""
 

@@ -6,7 +6,7 @@ ddpopt's strategies. Everything runs with the tests' own caps, and with one so s
 their own bucket. A test *fails only with ddpopt* if eager and one of torch's modes pass it and a strategy of
 ddpopt does not.
 
-Exit code 0: no test fails only with ddpopt without a reason. 1: some do. 2: usage.
+Exit code 0: no test fails only with ddpopt without a reason. 1: some do. 2: usage. 3: no test was judged.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ci.torch_ddp.runs import SMALL_CAP_MB, Settings, prepare, run_all, torch_tests
-from ci.torch_ddp.table import MODES, Accepted, table, unaccepted
+from ci.torch_ddp.table import MODES, Accepted, judged, table, unaccepted
 
 ACCEPTED: Mapping[str, Accepted] = {
     "test_different_graph_across_ranks": Accepted(
@@ -78,7 +78,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     alone = unaccepted(outcomes, ACCEPTED)
     if alone:
         print(f"failed only with ddpopt: {', '.join(alone)}", file=sys.stderr)
-    return 1 if alone else 0
+        return 1
+    if not any(judged(outcomes, small) for small in caps):
+        print("nothing was judged: no test builds a DDP module and passes in eager", file=sys.stderr)
+        return 3
+    return 0
 
 
 if __name__ == "__main__":

@@ -328,7 +328,8 @@ def fuzz(  # noqa: PLR0913  # one for each option of the command line
     """Draw models, and run each in eager DDP and in some modes, until time is up.
 
     Each new failure is written at once, as a case and a script. The same seed gives the same run; --out of a
-    run that was interrupted resumes it. Exit code 1 if a mode failed, or with mode 'whole' the backend.
+    run that was interrupted resumes it. Exit code 1 if a mode failed, or with mode 'whole' the backend; 3 if
+    too few models were judged.
     """
     from ddpopt.cli import fuzzing
 

@@ -90,7 +90,7 @@ def fuzz(  # one for each option of the command line
         json: file for JSON.
 
     Returns:
-        The exit code: 1 if a mode failed.
+        The exit code: 1 if a mode failed, 3 if too few models were judged.
 
     Raises:
         UsageError: a folder cannot be used.
@@ -117,7 +117,7 @@ def fuzz(  # one for each option of the command line
         show("\n".join(lines), summary.to_json(), json, [keep])
     if not minutes and not examples:
         typer.echo(f"to resume: repeat the command with --out {out}", err=True)
-    return VerificationError.exit_code if summary.distinct else 0
+    return summary.exit_code
 
 
 def _tell(

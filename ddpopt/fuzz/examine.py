@@ -28,6 +28,11 @@ from ddpopt.ranks.group import Ranks
 from ddpopt.testing.drawn import Program
 
 NUMBERS = ("L0", "L1", "L2")
+UNJUDGED = {
+    Status.BROKEN: Outcome.BROKEN,
+    Status.REFUSED: Outcome.REFUSED,
+    Status.NOT_POSSIBLE: Outcome.EAGER,
+}
 
 
 class _Glance(Reference):
@@ -89,7 +94,7 @@ def _answer(examination: "_Examination", name: str) -> Answer:
 
 def _failed(name: str, kind: Outcome, reason: str) -> Answer:
     """The answer for a mode that gave no numbers to judge."""
-    return Answer(name, kind, of_error(reason.removeprefix("refused: ")), reason)
+    return Answer(name, kind, of_error(reason), reason)
 
 
 @contextlib.contextmanager
@@ -136,8 +141,7 @@ class _Examination:
         if trial.status is Status.OK:
             return Answer(name, Outcome.OK)
         if trial.status is not Status.WRONG:
-            kind = Outcome.BROKEN if trial.status is Status.BROKEN else Outcome.REFUSED
-            return _failed(name, kind, trial.reason)
+            return _failed(name, UNJUDGED[trial.status], trial.reason)
         return self._blamed(name, trial, reference)
 
     def _judged(self, reference: Reference | None, name: str, exact: bool | None = None) -> Trial:

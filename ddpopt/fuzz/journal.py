@@ -11,12 +11,18 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ddpopt.errors import UsageError
+from ddpopt.errors import NotJudgedError, UsageError, VerificationError
 from ddpopt.fuzz.cases import write_whole
 from ddpopt.fuzz.questions import WHOLE, Answer, Outcome
 from ddpopt.fuzz.signatures import FailureSignature
 from ddpopt.judge.report.files import write
 
+MOST_UNJUDGED = {Outcome.REFUSED: 0.5, Outcome.EAGER: 0.05, Outcome.BROKEN: 0.05}
+"""The largest share of models that a campaign may leave unjudged, by the reason.
+
+A mode that refuses most models has hardly been tried. Models are drawn so that eager can run them, and the
+judge should fail at none; a machine that is busy for a moment may still cost one in twenty its time limit.
+"""
 LINES = "journal.jsonl"
 PLAN = "campaign.json"
 
@@ -181,6 +187,7 @@ class Summary:
         failures: failures of modes and of backends, the most frequent first.
         refused: models that were not judged, with the reason: ddpopt refused, eager failed, or the judge
             failed.
+        unjudged: why too few models were judged for a verdict; empty if enough were.
     """
 
     plan: CampaignPlan
@@ -190,6 +197,7 @@ class Summary:
     features: Mapping[str, int]
     failures: tuple[CountedFailure, ...]
     refused: Mapping[str, int]
+    unjudged: tuple[str, ...] = ()
 
     @property
     def rate(self) -> float:
@@ -201,6 +209,13 @@ class Summary:
         """The number of distinct failures of what was asked about; of the backend only in mode ``whole``."""
         backends_too = WHOLE in self.plan.modes
         return sum(backends_too or not failure.owner.startswith("backend ") for failure in self.failures)
+
+    @property
+    def exit_code(self) -> int:
+        """1 if a mode failed, 3 if too few models were judged, else 0."""
+        if self.distinct:
+            return VerificationError.exit_code
+        return NotJudgedError.exit_code if self.unjudged else 0
 
     def to_json(self) -> str:
         """Return it as a JSON object."""
@@ -238,4 +253,15 @@ def summarized(plan: CampaignPlan, entries: Sequence[Entry]) -> Summary:
         features=dict(Counter(feature for entry in entries for feature in entry.features).most_common()),
         failures=tuple(CountedFailure(*key, count, first[key]) for key, count in times.most_common()),
         refused=dict(refused.most_common()),
+        unjudged=tuple(_unjudged(kinds, len(entries))),
     )
+
+
+def _unjudged(kinds: Mapping[str, Mapping[str, int]], models: int) -> Iterator[str]:
+    """Say where more than the allowed share of models was not judged."""
+    if models == 0:
+        yield "no model was judged"
+    for mode, counts in kinds.items():
+        for kind, share in MOST_UNJUDGED.items():
+            if counts.get(kind, 0) > share * models:
+                yield f"{mode}: {counts[kind]} of {models} models: {kind}; at most {share:.0%} may be"

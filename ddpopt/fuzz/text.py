@@ -39,6 +39,8 @@ def fuzz_lines(summary: Summary, cases: str, known_features: frozenset[str]) -> 
     missing = sorted(known_features - set(summary.features) - set(plan.without))
     seen = f"{len(known_features & set(summary.features))} of {len(known_features)} features covered"
     yield paragraph(f"{seen}; not yet: {', '.join(missing)}" if missing else seen, "  ")
+    for reason in summary.unjudged:
+        yield paragraph(f"NOT JUDGED: {reason}", "  ")
     kept = f"; cases and scripts in {cases}" if summary.failures else ""
     yield paragraph(f"{_failures(summary)}{kept}")
 

@@ -106,8 +106,8 @@ class Call:
         """
         if torch.is_grad_enabled() and has_distributed_context():
             raise UnsupportedError(
-                "a forward inside torch.distributed.autograd.context(), whose backward keeps gradients from the "
-                'parameters, so that none can be handed to DDP; use ddpopt.compile(..., strategy="split")'
+                "a forward inside torch.distributed.autograd.context(), whose backward keeps gradients from "
+                'the parameters, so that none can be handed to DDP; use ddpopt.compile(..., strategy="split")'
             )
         hooked = [slot for slot, parameter in self._parameters.items() if self._has_hooks(parameter)]
         # of all nodes that are ready, the engine runs first the one that was made last

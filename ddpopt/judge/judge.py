@@ -5,7 +5,7 @@ and says why it was not; all ranks return the same trial.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -25,6 +25,7 @@ EXACT = ("eager", "aot_eager")
 
 GIVES = get_args(Gives)
 """In ascending order: each offers more than the one before."""
+JUDGE_FAILED = "the judge itself failed, so nothing was learned; please report this"
 NO_GRADIENTS = (
     "nothing was judged: in eager DDP, no parameter gets a finite gradient. Make sure that a parameter is "
     "trained, and look for the source of NaN or infinity"
@@ -54,31 +55,34 @@ def judge(
     started = time.monotonic()
     bench, backend = reference.bench, backend if mode.compiles else None
     name = "" if backend is None else getattr(backend, "__name__", str(backend))
-    trial = Trial(bench.subject.case.name, mode.name, bench.subject.option.name, name, Status.NOT_POSSIBLE)
+    trial = Trial(bench.subject.case.name, mode.name, bench.subject.option.name, name, Status.REFUSED)
     if GIVES.index(bench.subject.option.needs) > GIVES.index(mode.gives):
         return replace(trial, reason=f"{mode.name} has no such option")
     record = bench.run(mode, backend, follow=reference.eager.starts, tamper=tamper)
     if record is None:
-        known = _failed(reference, mode, backend)
+        fields = _failed(reference, mode, backend)
     else:
-        known = _judged(reference, mode, backend, record, exact)
-    return replace(trial, seconds=round(time.monotonic() - started, 3), **known)
+        fields = _judged(reference, mode, backend, record, exact)
+    return replace(trial, seconds=round(time.monotonic() - started, 3), **fields)
 
 
 def _failed(reference: Reference, mode: Engine, backend: Any) -> dict[str, Any]:
-    """Distinguish a wrong mode from one that is not possible here, or that did not end in time."""
+    """Distinguish a mode that fails from one that ddpopt refuses, and from a run that was not judged."""
     bench = reference.bench
     if bench.stalled:
         return {"status": Status.BROKEN, "reason": bench.stalled}
     own = own_of(bench.failures)
+    if any(failure.of_judge for failure in own):
+        return {"status": Status.BROKEN, "reason": f"{JUDGE_FAILED}: {told(own)}"}
     if all(failure.refused for failure in own):
-        return {"reason": f"refused: {told(own)}"}
+        return {"status": Status.REFUSED, "reason": told(own)}
+    remark = ""
     if backend is not None and not mode.observable:  # uncompiled, that is eager DDP, which is known to run
         record = bench.run(mode, None, follow=reference.eager.starts)
         if record is None and not bench.stalled:
-            return {"reason": f"{mode.about} fails without compiling: {told(own_of(bench.failures))}"}
-    findings = tuple(Finding("run", "the step runs", failure.text, rank=failure.rank) for failure in own)
-    return {"status": Status.WRONG, "findings": findings}
+            remark = f"; without compiling {mode.name} fails, too: {told(own_of(bench.failures))}"
+    findings = (Finding("run", "the step runs", f"{each.text}{remark}", rank=each.rank) for each in own)
+    return {"status": Status.WRONG, "findings": tuple(findings)}
 
 
 def _judged(
@@ -97,16 +101,29 @@ def _judged(
     found = findings(sheets, judged, bench.ranks.gather(reference.ready)[0])
     judged_any = any(bench.ranks.gather(_has_gradients(reference.eager)))
     last = record.iterations[-1].buckets if record.iterations else ()
+    missed = (*record.unjudged, *reference.unjudged)
+    unjudged = tuple(dict.fromkeys(what for of_rank in bench.ranks.gather(missed) for what in of_rank))
     return {
-        "status": Status.WRONG if found else Status.OK if judged_any else Status.NOT_POSSIBLE,
-        "reason": "" if judged_any or found else NO_GRADIENTS,
+        **_ended(found, judged_any, unjudged),
         "findings": found,
+        "unjudged": unjudged,
         "levels": tuple(sorted({"L3", *(item.measured.level for item in judged)})),
         "notes": remarks(sheets),
         "measured": tuple(item.measured for item in judged),
         "buckets": tuple(SeenBucket(one.index, one.params, one.nbytes, one.dtype) for one in last),
         "graphs": len(record.graphs),
     }
+
+
+def _ended(found: Sequence[Finding], judged_any: bool, unjudged: Sequence[str]) -> dict[str, Any]:
+    """The status of a trial whose run was compared, and the reason."""
+    if found:
+        return {"status": Status.WRONG}
+    if not judged_any:
+        return {"status": Status.NOT_POSSIBLE, "reason": NO_GRADIENTS}
+    if unjudged:
+        return {"status": Status.BROKEN, "reason": f"not judged in full: {'; '.join(unjudged)}"}
+    return {"status": Status.OK}
 
 
 def _evidence(reference: Reference, mode: Engine, backend: Any, record: Record) -> RunEvidence:

@@ -22,7 +22,7 @@ from ddpopt.dynamo.backend import find_compiler
 from ddpopt.errors import UsageError
 from ddpopt.explanation.rehearsal import generators_kept
 from ddpopt.judge.engine import Engine
-from ddpopt.judge.judge import GIVES
+from ddpopt.judge.judge import GIVES, JUDGE_FAILED
 from ddpopt.judge.meshes import require_parts
 from ddpopt.judge.modes import mode, mode_of
 from ddpopt.judge.options import option
@@ -38,7 +38,7 @@ from ddpopt.judge.trials import (
     requested_trials,
     run_trials,
 )
-from ddpopt.judge.verdict import Finding, Location, Status, Trial, Verdict
+from ddpopt.judge.verdict import Location, Status, Trial, Verdict
 from ddpopt.ranks.failures import RanksFailed
 from ddpopt.ranks.group import COLLECTIVE_LIMIT_S, joined, under_torchrun
 from ddpopt.ranks.pool import launch
@@ -211,12 +211,10 @@ class Attempts:
         """
         case, one = began.case, [began.index]
         if not began.mode:
-            status = Status.BROKEN if failed.of_time_alone else Status.NOT_POSSIBLE
-            reason = f"eager DDP itself fails here, on {case}: {failed}"
-            self._end(self._left("case", "option", began.index), case=case, status=status, reason=reason)
-        elif failed.exit_code == 1:
-            finding = Finding("run", "the step runs", str(failed), rank=failed.culprits[0].rank)
-            self._end(one, case=case, status=Status.WRONG, findings=(finding,))
+            what = JUDGE_FAILED if failed.exit_code == 1 else f"eager DDP itself did not end here, on {case}"
+            self._end(self._left("case", "option", began.index), case=case, reason=f"{what}: {failed}")
+        elif failed.exit_code == 1:  # what a program raises is caught where it runs
+            self._end(one, case=case, reason=f"{JUDGE_FAILED}: {failed}")
         else:
             self._end(one, case=case, reason=str(failed))
             reason = f"not tried again: it crashed the ranks on {case}"

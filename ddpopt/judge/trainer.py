@@ -259,8 +259,10 @@ def _watched(trainer: Trainer, mode: Engine) -> Iterator[None]:
     captures = counters["compiled_autograd"]["captures"]
     observation = None
     if mode.observable:
-        with contextlib.suppress(UsageError):  # some options leave no buckets to observe
+        try:
             observation = observe(ddp)
+        except UsageError as error:  # it reduces without buckets
+            record.unjudged += (f"buckets and collectives ({error})",)
     unseen: Any = contextlib.nullcontext()
     if not mode.observable and not mode.captures_backward:
         unseen = LaunchMode(trainer.launches.append, lambda: None)

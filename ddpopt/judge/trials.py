@@ -16,7 +16,7 @@ import torch
 from ddpopt.cases.case import Case
 from ddpopt.cases.targets import resolve
 from ddpopt.judge.engine import Engine
-from ddpopt.judge.judge import judge
+from ddpopt.judge.judge import JUDGE_FAILED, judge
 from ddpopt.judge.judging.failing import own_of
 from ddpopt.judge.judging.reference import Bench, Reference, Subject
 from ddpopt.judge.meshes import Grid, Sizes, require_parts
@@ -207,5 +207,7 @@ def _failed_reference(bench: Bench) -> dict[str, Any]:
     if bench.stalled:
         return {"reason": f"eager DDP's own runs did not finish: {bench.stalled}"}
     own = own_of(bench.failures)
-    reason = f"eager DDP itself fails here: {'; '.join(dict.fromkeys(failure.text for failure in own))}"
-    return {"status": Status.NOT_POSSIBLE, "reason": reason}
+    texts = "; ".join(dict.fromkeys(failure.text for failure in own))
+    if any(failure.of_judge for failure in own):
+        return {"reason": f"{JUDGE_FAILED}: {texts}"}
+    return {"status": Status.NOT_POSSIBLE, "reason": f"eager DDP itself fails here: {texts}"}

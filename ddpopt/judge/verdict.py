@@ -18,10 +18,12 @@ class Status(StrEnum):
 
     OK = "ok"
     WRONG = "wrong"
+    REFUSED = "refused"
+    """ddpopt does not support it, and says so, or the mode has no such option."""
     NOT_POSSIBLE = "not possible"
-    """Eager itself cannot do it on this machine, or the mode has no such option; the reason says which."""
+    """Eager DDP itself was seen to fail at it on this machine."""
     BROKEN = "broken"
-    """A rank died or stalled, so nothing was learned about the program."""
+    """A rank died or stalled, or the judge failed or could not judge everything: it may be right or wrong."""
 
 
 @dataclass(frozen=True)
@@ -120,8 +122,10 @@ class Trial:
         option: name of the option, for instance ``"static_graph"``.
         backend: the Dynamo backend; empty for modes that compile nothing.
         status: how it ended.
-        reason: why it was not possible, or what broke; empty otherwise.
+        reason: why it was refused or not possible, or what broke; empty otherwise.
         findings: everything that is wrong.
+        unjudged: what should have been judged and could not be, each with the reason. A trial with one of
+            these is broken, unless something is wrong.
         levels: the levels of the ladder that were applied, in order.
         notes: remarks that are not findings (a level that could not be applied and why, values whose gradient
             may be summed in another order, gradients that are nothing but noise).
@@ -138,6 +142,7 @@ class Trial:
     status: Status
     reason: str = ""
     findings: tuple[Finding, ...] = ()
+    unjudged: tuple[str, ...] = ()
     levels: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     measured: tuple[Measured, ...] = ()
@@ -150,6 +155,11 @@ class Trial:
         """Case, mode, option and backend in one line."""
         backend = f", {self.backend}" if self.backend else ""
         return f"{self.case}: {self.mode} / {self.option}{backend}"
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What was not judged, and the notes."""
+        return (*(f"not judged: {what}" for what in self.unjudged), *self.notes)
 
 
 @dataclass(frozen=True)

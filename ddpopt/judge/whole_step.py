@@ -27,7 +27,11 @@ class _Scout:
     """Notes which parts a step takes."""
 
     def __init__(self, trainer: Any) -> None:
-        self.place, self.updates, self.parts = trainer.place, trainer.updates, list[int]()
+        self.place = trainer.place
+        self.updates = trainer.updates
+        self.step = trainer.step
+        self.other = None
+        self.parts: list[int] = []
         self.parallel = SimpleNamespace(no_sync=contextlib.nullcontext)
 
     def loss(self, part: int = 0) -> Tensor:
@@ -43,8 +47,13 @@ class _Captured:
     """What a step sees of its trainer while it is captured."""
 
     def __init__(self, trainer: Any, ddp: Any, batches: Mapping[int, Any]) -> None:
-        self.case, self.place, self.updates = trainer.case, trainer.place, trainer.updates
-        self.parallel, self.batches = ddp, batches
+        self.case = trainer.case
+        self.place = trainer.place
+        self.updates = trainer.updates
+        self.step = trainer.step
+        self.other = None
+        self.parallel = ddp
+        self.batches = batches
         self.outputs: list[Any] = []
         self.values: list[Any] = []
         self.last: Any = None
@@ -85,11 +94,10 @@ def whole_step(trainer: Any, take_step: Step, decorate: Callable[[Any], Any]) ->
     run: Any = decorate(step)
 
     def take() -> None:
+        if trainer.other is not None:
+            raise UnsupportedError("the judge captures a step of one model, and this option trains two")
         scout = _Scout(trainer)
-        try:
-            take_step(scout)
-        except AttributeError as error:
-            raise UnsupportedError(f"a step in one graph has forwards and backwards only: {error}") from error
+        take_step(scout)
         batches = {part: trainer.inputs(part) for part in scout.parts}
         for part in scout.parts:
             trainer.sight.calls(*batches[part])

@@ -97,16 +97,18 @@ class RankProcess:
         return grouped(timeout_s, seat, backend=backend or self._backend, limits=self._limits, send=send)
 
     def _run(self, file: Path, around: AbstractContextManager[Any]) -> None:
-        # The first report counts: leaving the group may fail after the task has returned or raised.
-        with around as given, self.telling_errors():
-            self._limits.note("loading the task")
-            task, args = cloudpickle.loads(file.read_bytes())
-            self._limits.note("running the task")
-            value = task(given, *args)
-            self._limits.note("sending its value")
-            self._say(
-                "returned", pickled(value, f"a {type(value).__name__}", "Return plain data, or tensors.")
-            )
+        # The first report counts: leaving the group may fail after the task has raised.
+        with self.telling_errors():
+            with around as given, self.telling_errors():
+                self._limits.note("loading the task")
+                task, args = cloudpickle.loads(file.read_bytes())
+                self._limits.note("running the task")
+                value = task(given, *args)
+                self._limits.note("sending its value")
+                sent = pickled(value, f"a {type(value).__name__}", "Return plain data, or tensors.")
+                self._limits.note("leaving the process group")
+            # only now: a task whose group cannot be left has not ended well
+            self._say("returned", sent)
 
     @contextlib.contextmanager
     def telling_errors(self) -> Iterator[None]:

@@ -13,19 +13,27 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+from torch._dynamo.exc import (
+    BackendCompilerFailed,
+    FailOnRecompileLimitHit,
+    TorchDynamoException,
+    Unsupported,
+    UserError,
+)
 from torch.utils._python_dispatch import _disable_current_modes
 
 import ddpopt.errors
 from ddpopt.ddp.agreement import exchange_plans, plan_difference, same_buckets
 from ddpopt.ddp.deferral import LONGEST_WAIT
-from ddpopt.errors import DdpoptError, PlanMismatchError, UnsupportedError
+from ddpopt.errors import CaptureError, DdpoptError, PlanMismatchError, UnsupportedError
 from ddpopt.planning.plan import Plan
 from ddpopt.step import tracing
 from ddpopt.step.settings import WHAT
 
 FOLDERS = [os.path.dirname(module.__file__ or "") + os.sep for module in (torch, contextlib, ddpopt.errors)]
 FROM_DYNAMO = (TorchDynamoException, FailOnRecompileLimitHit)
+RESTRICTIONS = (Unsupported, UserError, FailOnRecompileLimitHit)
+"""What Dynamo raises where it does not trace something; its other errors are faults of torch or a program."""
 
 
 @contextlib.contextmanager
@@ -36,8 +44,10 @@ def reported(name: str) -> Iterator[None]:
         name: of the user's function.
 
     Raises:
-        UnsupportedError: Dynamo cannot trace the function.
+        UnsupportedError: Dynamo does not trace what the function does.
+        CaptureError: Dynamo failed otherwise while it traced the function.
         DdpoptError: as it was raised while Dynamo traced or compiled.
+        Exception: of the backend, as Dynamo passes it on.
     """
     handled = sys.exception()  # by the caller, when it called the step
     try:
@@ -48,6 +58,13 @@ def reported(name: str) -> Iterator[None]:
         own, where = _own(error, handled), _where(error)
         if own is not None:
             raise type(own)(f"{own}. {where.rstrip(': ')}" if where else str(own)) from error
+        if isinstance(error, BackendCompilerFailed):
+            raise
+        if not isinstance(error, RESTRICTIONS):
+            kind = type(error).__name__
+            raise CaptureError(
+                f"{WHAT}: while {name} was captured, torch failed: {where}{kind}: {_reason(error)}"
+            ) from error
         raise UnsupportedError(
             f"{WHAT}: {name} cannot be captured as one graph. {where}{_reason(error)}\n"
             "fallback='inline' runs the function in eager around ddpopt.compile(model)"

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from ddpopt.ddp.impose import imposed_plan
-from ddpopt.errors import DdpoptError, PlanMismatchError, UsageError
+from ddpopt.errors import CaptureError, DdpoptError, PlanMismatchError, UsageError
 from ddpopt.planning.plan import Plan
 from ddpopt.step.collectives import digests, insert_collectives, plan_step
 from ddpopt.step.compiling import compile_step
@@ -80,7 +80,7 @@ class TrainStep:
         if self._inline is None:
             try:
                 return self._run(args, kwargs)
-            except (UsageError, PlanMismatchError) as error:
+            except (UsageError, PlanMismatchError, CaptureError) as error:
                 if self._settings.fallback is None:
                     raise
                 logger.info("ddpopt: the step runs in eager around a compiled model: %s", error)

@@ -4,19 +4,48 @@ Plain data, without torch. Invariant: a failure that a longer limit might have p
 a mode.
 """
 
+import importlib.util
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import ddpopt
 from ddpopt.cases.targets import users_line
-from ddpopt.errors import UnsupportedError
+from ddpopt.errors import UsageError
+from ddpopt.judge.judging.refusals import refusal_of
 
 LOST = ("connection closed by peer", "connection reset by peer", "pair closure", "timed out", "broken pipe")
 """Gloo's messages when a peer is gone; not all that its transport says, such as that sizes differ."""
 SHOWN_CHARACTERS = 400
 PASSING_ON = ("torch/_ops.py", "torch/_compile.py", "_dynamo/eval_frame.py")
 """Files whose frames only forward an operator call."""
+
+TORCH = Path(importlib.util.find_spec("torch").origin or "").parent  # type: ignore[union-attr]  # it is installed
+PACKAGE = Path(ddpopt.__file__).parent
+JUDGES = (PACKAGE / "judge", PACKAGE / "observation", PACKAGE / "ranks")
+CALLERS = (
+    "engine.py",
+    "frameworks.py",
+    "meshes.py",
+    "modes.py",
+    "option_cases.py",
+    "option_steps.py",
+    "sharded.py",
+)
+"""Files of the judge that belong to the program under test: its engines and its options."""
+CALLS = frozenset(
+    [
+        ("trainer.py", "_make"),
+        ("trainer.py", "inputs"),
+        ("trainer.py", "forward"),
+        ("trainer.py", "loss"),
+        ("trainer.py", "backward"),
+        ("updating.py", "__init__"),
+        ("updating.py", "step"),
+    ]
+)
+"""Functions of the judge, by file, that call the program."""
 
 
 @dataclass(frozen=True)
@@ -27,14 +56,16 @@ class Failure:
         rank: the rank on which it was raised.
         text: its type and message, the innermost line of the user's code, and the innermost informative
             frame, which may be torch's.
-        refused: whether ddpopt reports that it does not support this.
+        refused: whether ddpopt reports that it does not support this, as one of `REFUSALS`.
         lost: whether it only reports that a peer is gone.
+        of_judge: whether it was raised by the judge's own code, and not by the program or its engine.
     """
 
     rank: int
     text: str
     refused: bool
     lost: bool
+    of_judge: bool = False
 
 
 def failure_of(rank: int, error: BaseException) -> Failure:
@@ -47,8 +78,26 @@ def failure_of(rank: int, error: BaseException) -> Failure:
     Returns:
         The description, which can be sent to other ranks.
     """
-    lost = any(words in str(error).lower() for words in LOST)
-    return Failure(rank, in_words(error), isinstance(error, UnsupportedError), lost)
+    words = str(error)
+    lost = any(sign in words.lower() for sign in LOST)
+    refused = isinstance(error, UsageError) and refusal_of(words) is not None
+    return Failure(rank, in_words(error), refused, lost, not refused and is_of_judge(error))
+
+
+def is_of_judge(error: BaseException) -> bool:
+    """Whether the innermost code outside of torch is the judge's, apart from its calls of the program.
+
+    Args:
+        error: the exception, with its traceback.
+    """
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        if path.is_relative_to(TORCH) or frame.filename.startswith("<"):
+            continue
+        if not any(path.is_relative_to(folder) for folder in JUDGES):
+            return False
+        return path.name not in CALLERS and (path.name, frame.name) not in CALLS
+    return False
 
 
 def in_words(error: BaseException) -> str:

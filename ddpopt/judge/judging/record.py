@@ -99,6 +99,7 @@ class Record:
         sent: the collectives of each step, if the mode has no reducer to observe.
         promised: how many collectives of each kind the engine promises for a step.
         checkpoint: what the run left for another one to go on from, if the option resumes.
+        unjudged: what could not be recorded, with the reason.
     """
 
     start: Named
@@ -118,11 +119,12 @@ class Record:
     sent: list[tuple[str, ...]] = field(default_factory=list)
     promised: Mapping[str, int] | None = None
     checkpoint: Any = None
+    unjudged: tuple[str, ...] = ()
 
     def continued(self, other: "Record") -> "Record":
         """This run and the one that went on from it."""
         counts = [*self.graphs_after, *(len(self.graphs) + count for count in other.graphs_after)]
-        parts = ("steps", "graphs", "captures", "collectives", "elsewhere", "sent")
+        parts = ("steps", "graphs", "captures", "collectives", "elsewhere", "sent", "unjudged")
         joined = {part: getattr(self, part) + getattr(other, part) for part in parts}
         if self.iterations is not None and other.iterations is not None:
             joined["iterations"] = self.iterations + other.iterations

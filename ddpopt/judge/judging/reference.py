@@ -22,7 +22,7 @@ from ddpopt.judge.compare import Sum, bitwise, contribution, exact
 from ddpopt.judge.engine import Engine, Gradients, Named
 from ddpopt.judge.judging.arithmetic import Arithmetic
 from ddpopt.judge.judging.evidence import Peer, peer_of
-from ddpopt.judge.judging.failing import Failure, failure_of, stalled, told
+from ddpopt.judge.judging.failing import Failure, failure_of, own_of, stalled, told
 from ddpopt.judge.judging.record import Record, pairs, plain
 from ddpopt.judge.judging.rounding import (
     SAMPLES,
@@ -164,7 +164,7 @@ class Bench:
     def run_eager(self, **more: Any) -> Record | None:
         """Train in eager DDP; if the model cannot be evaluated, skip that from now on."""
         record = self.run(mode("eager"), None, **more)
-        if record is None and not self.stalled:
+        if record is None and not self.stalled and not any(each.of_judge for each in self.failures):
             reason, self.unevaluated = told(self.failures), "not tried"
             record = self.run(mode("eager"), None, **more)
             self.unevaluated = reason
@@ -240,6 +240,7 @@ class Reference:
     Attributes:
         bench: the bench that ran it.
         eager: its record.
+        unjudged: what could not be derived, with the reason.
         again: the record of a second run, each step from the same state.
         unstable: names of numbers that differed in the second run, on any rank.
         written: names of parameters that something other than the optimizer writes to.
@@ -254,6 +255,7 @@ class Reference:
         self.bench = bench
         self.eager = eager
         self.again = again
+        self.unjudged: tuple[str, ...] = ()
         self.unstable = frozenset[str]().union(*bench.ranks.gather(_changed(eager, again)))
         own = _written(eager, bench.subject.option.recipe)
         self.written = frozenset[str]().union(*bench.ranks.gather(own))
@@ -296,7 +298,14 @@ class Reference:
     def graphs(self) -> list[int] | None:
         """Dynamo's number of graphs for the model alone after each step; None if the model fails."""
         record = self.bench.run(LOCAL, "eager", follow=self.eager.starts)
-        return None if record is None else record.graphs_after
+        if record is None:
+            self._miss("how many graphs the model alone has")
+            return None
+        return record.graphs_after
+
+    def _miss(self, what: str) -> None:
+        """Note what is not known, because the last run failed."""
+        self.unjudged += (f"{what} ({told(own_of(self.bench.failures))})",)
 
     @functools.cached_property
     def arithmetic(self) -> list[dict[str, Arithmetic]]:
@@ -309,7 +318,9 @@ class Reference:
             follow = [perturbed_state(state, number, computes) for state in eager.starts]
             moved = perturbed(case, number, computes)
             run = bench.run(mode("eager"), None, case=moved, follow=follow)
-            if run is not None:
+            if run is None:
+                self._miss(f"the rounding of eager in neighboring run {number} of {SAMPLES - 1}")
+            else:
                 runs.append(run)
         follow = [widened(state) for state in eager.starts]
         truth = bench.run(mode("eager"), None, case=in_dtype(case, torch.float64), follow=follow)

@@ -1,6 +1,6 @@
 """A verdict as JUnit XML, which every CI system can show: a suite for each case, a test for each trial.
 
-Invariant: wrong is a failure, broken an error, not possible a skip with its reason.
+Invariant: wrong is a failure, broken an error, refused or not possible a skip with its reason.
 """
 
 import re
@@ -14,6 +14,7 @@ from ddpopt.judge.verdict import Status, Trial, Verdict
 RESULTS: dict[Status, type[FinalResult]] = {
     Status.WRONG: Failure,
     Status.BROKEN: Error,
+    Status.REFUSED: Skipped,
     Status.NOT_POSSIBLE: Skipped,
 }
 FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -54,8 +55,8 @@ def _test(trial: Trial) -> TestCase:
         result = RESULTS[trial.status](_allowed(f"{lines[0]}{more}"), trial.status)
         result.text = _allowed("\n".join(lines))
         test.result = [result]
-    if trial.notes:
-        test.system_out = _allowed("\n".join(trial.notes))
+    if trial.remarks:
+        test.system_out = _allowed("\n".join(trial.remarks))
     return test
 
 

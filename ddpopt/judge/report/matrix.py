@@ -13,13 +13,13 @@ from operator import itemgetter
 from ddpopt.explanation.tables import Column, numbers, paragraph, table
 from ddpopt.judge.verdict import Finding, Status, Trial, Verdict
 
-LETTERS = {Status.WRONG: "W", Status.BROKEN: "B", Status.NOT_POSSIBLE: "n"}
+LETTERS = {Status.WRONG: "W", Status.BROKEN: "B", Status.REFUSED: "r", Status.NOT_POSSIBLE: "n"}
 """The first letter of a mark, in the order in which reasons are listed."""
 
 NOT_RUN = "."
 ACROSS = 12
 """Modes that a grid has at most, so that it fits into 80 characters; others are in a grid below it."""
-LEGEND = "W wrong, B broken, n not possible, with the number of the reason below; . did not run"
+LEGEND = "W wrong, B broken, r refused, n not possible, with the number of the reason below; . did not run"
 VARYING = re.compile(r"0x[0-9a-f]+|\d+")
 """Addresses, ports and process ids: reasons that differ only in these are one reason."""
 
@@ -31,7 +31,7 @@ class Reason:
     Attributes:
         mark: the mark in the grids: ``"W1"``, ``"B1"``, ``"n1"``, ….
         status: the status of all its trials.
-        text: why it was not possible, or what broke, from the first trial; empty if `claims` says it.
+        text: why it was refused, not possible or broken, from the first trial; empty if `claims` says it.
         claims: level and claim of each violation, each once.
         trials: the trials with this reason.
     """
@@ -57,7 +57,7 @@ class Overview:
         down: the meaning of a row: ``"option"``, or ``"case"`` if there is only one option.
         columns: the modes, with their backends; the same in all grids.
         grids: by title, the trials by row and column; no entry where nothing ran.
-        reasons: first of wrong trials, then of broken ones, then of those not possible.
+        reasons: first of wrong trials, then of broken ones, of refused ones, and of those not possible.
     """
 
     down: str

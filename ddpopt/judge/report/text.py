@@ -32,7 +32,7 @@ def verdict_text(verdict: Verdict) -> str:
     blocks += matrix_text(view) if several else map(_title, verdict.trials)
     blocks += [_reason(reason, several=several) for reason in view.reasons]
     blocks += [] if several else [block for trial in verdict.trials for block in _tables(trial)]
-    notes = list(dict.fromkeys(note for trial in verdict.trials for note in trial.notes))
+    notes = list(dict.fromkeys(note for trial in verdict.trials for note in trial.remarks))
     blocks += ["\n".join(["notes", *_listed(notes, "note")])] if notes else []
     blocks += [_location(verdict.location)] if verdict.location else []
     return "\n\n".join([*blocks, paragraph(headline(verdict), "  ")])

@@ -265,10 +265,23 @@ def test_a_backend_that_returns_no_output_is_wrong_and_not_a_refusal(clipped: Re
     assert "expected a floating-point tensor in the model's output" in trial.findings[0].message
 
 
-def test_what_ddpopt_does_not_support_is_refused_by_its_name(clipped: Reference) -> None:
-    def refusing(*_: object) -> Any:
-        raise UnsupportedError("no buckets to plan")
+REFUSAL = UnsupportedError("own trains on the default group of 4 ranks only, got one of 2")
 
-    trial = judge(clipped, Engine(prepare=refusing), "eager")
-    assert trial.status is Status.NOT_POSSIBLE
-    assert trial.reason.startswith("refused: rank 0: UnsupportedError: no buckets to plan")
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (REFUSAL, Status.REFUSED),
+        # an engine may not excuse itself: not by ddpopt's type of error, and not by a fault of its own
+        (UnsupportedError("no buckets to plan"), Status.WRONG),
+        (AttributeError("'Scout' object has no attribute 'step'"), Status.WRONG),
+    ],
+)
+def test_only_what_is_documented_is_refused(error: Exception, status: Status, clipped: Reference) -> None:
+    def refusing(*_: object) -> Any:
+        raise error
+
+    trial = judge(clipped, Engine(prepare=refusing, compiles=True), "eager")
+    assert trial.status is status
+    said = trial.reason or trial.findings[0].message
+    assert f"{type(error).__name__}: {error}" in said

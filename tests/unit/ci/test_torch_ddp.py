@@ -1,8 +1,12 @@
 """ci.torch_ddp.table: what the runs of torch's own tests amount to."""
 
 import re
+import unittest
 from pathlib import Path
 
+import pytest
+
+from ci.torch_ddp import __main__ as main
 from ci.torch_ddp.__main__ import ACCEPTED
 from ci.torch_ddp.table import Accepted, Ending, Job, Outcome, judged, only_by_us, unaccepted
 
@@ -49,3 +53,14 @@ def test_reasons_are_for_tests_that_torch_has_and_say_where_they_fail() -> None:
     names = re.findall(r"def (test_\w+)\(", suite.read_text())
     assert ACCEPTED.keys() <= {*names}
     assert all(accepted.where for accepted in ACCEPTED.values())
+
+
+@pytest.mark.parametrize(("letters", "exit_code"), [(".....", 0), ("...F.", 1), ("F....", 3), ("s....", 3)])
+def test_a_table_without_a_test_is_no_pass(
+    letters: str, exit_code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    suite = type("Suite", (unittest.TestCase,), {"test_a": lambda self: None})
+    monkeypatch.setattr(main, "torch_tests", lambda: suite)
+    monkeypatch.setattr(main, "prepare", lambda: None)
+    monkeypatch.setattr(main, "run_all", lambda *_: runs("a", letters))
+    assert main.main(["test_a", "--caps", "own"]) == exit_code

@@ -42,3 +42,27 @@ def test_a_failure_of_the_backend_counts_where_it_was_asked(modes: tuple[str, ..
     found = Answer(modes[0], Outcome.BACKEND, FailureSignature("L0", "loss"))
     summary = summarized(replace(THE_PLAN, modes=modes), [replace(entry(0), answers=(found,))])
     assert (len(summary.failures), summary.distinct) == (1, distinct)
+
+
+SHARES = [
+    ((), 3),  # nothing was judged
+    ((Outcome.OK,), 0),
+    ((Outcome.REFUSED, Outcome.OK), 0),
+    ((Outcome.REFUSED, Outcome.REFUSED, Outcome.OK), 3),
+    ((Outcome.EAGER, *[Outcome.OK] * 19), 0),
+    ((Outcome.EAGER, *[Outcome.OK] * 18), 3),
+    ((Outcome.BROKEN, *[Outcome.OK] * 18), 3),
+    ((Outcome.BROKEN, Outcome.WRONG), 1),
+]
+
+
+@pytest.mark.parametrize(("kinds", "exit_code"), SHARES)
+def test_a_campaign_that_judged_too_little_is_no_pass(kinds: tuple[Outcome, ...], exit_code: int) -> None:
+    signature = FailureSignature("L0", "loss")
+    entries = [
+        replace(entry(place), answers=(Answer("ddpopt-split", kind, signature),))
+        for place, kind in enumerate(kinds)
+    ]
+    summary = summarized(replace(THE_PLAN, modes=("ddpopt-split",)), entries)
+    assert summary.exit_code == exit_code
+    assert bool(summary.unjudged) is (exit_code == 3 or Outcome.BROKEN in kinds)

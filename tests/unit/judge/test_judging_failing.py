@@ -65,5 +65,7 @@ def test_data_of_another_size_is_the_modes_own_failure() -> None:
 
 
 def test_only_what_ddpopt_says_it_does_not_do_is_a_refusal() -> None:
-    assert failure_of(0, UnsupportedError("no")).refused
+    assert failure_of(0, UnsupportedError("mine has no no_sync()")).refused
+    assert not failure_of(0, UnsupportedError("no")).refused
+    assert not failure_of(0, RuntimeError("mine has no no_sync()")).refused
     assert not failure_of(0, UsageError("no tensor in the output")).refused

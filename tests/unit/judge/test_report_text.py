@@ -66,12 +66,12 @@ def test_trials_of_every_kind() -> None:
     assert_expected_inline(
         "\n\n".join([grids, broken, impossible]),
         """\
-   mode                      ok  wrong  not possible  broken
-------------------------------------------------------------
-a  ddpopt-inline, aot_eager   1      -             -       -
-b  ddpopt-split, aot_eager    -      1             -       -
-c  torch, aot_eager           -      -             -       1
-d  eager                      -      -             1       -
+   mode                      ok  wrong  refused  not possible  broken
+---------------------------------------------------------------------
+a  ddpopt-inline, aot_eager   1      -        -             -       -
+b  ddpopt-split, aot_eager    -      1        -             -       -
+c  torch, aot_eager           -      -        -             -       1
+d  eager                      -      -        -             1       -
 
 case pkg.module:model
 option    a   b   c   d
@@ -79,8 +79,8 @@ option    a   b   c   d
 default  ok  W1  B1   .
 mixed     .   .   .  n1
 
-W wrong, B broken, n not possible, with the number of the reason below; . did
-  not run
+W wrong, B broken, r refused, n not possible, with the number of the reason
+  below; . did not run
 
 B1: broken, 1 trial
   rank 1 died with signal 9
