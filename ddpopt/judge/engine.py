@@ -51,6 +51,8 @@ class Engine:
         exact: whether it runs the operations of eager in their order, apart from what the backend does.
             If not, numbers are judged by the effect of rounding (level L2).
         is_sharded: whether each rank holds a part of each parameter.
+        moves_parameters: whether it may put parameters into other memory while it runs.
+        default_group: whether it may use the default process group instead of the one that it is given.
         broadcasts_buffers: whether ranks other than the first get the first one's buffers, as in DDP.
         sends_as_uncompiled: whether it sends the same collectives in the same order as without a backend.
         captures_backward: whether compiled autograd must capture its backward.
@@ -75,6 +77,8 @@ class Engine:
     compiles: bool = False
     exact: bool = True
     is_sharded: bool = False
+    moves_parameters: bool = False
+    default_group: bool = False
     broadcasts_buffers: bool = True
     sends_as_uncompiled: bool = False
     captures_backward: bool = False

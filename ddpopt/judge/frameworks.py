@@ -26,7 +26,7 @@ class Framework(Engine):
         set_up: a method that makes `framework`, lets it wrap a model, and returns that.
     """
 
-    compiles = True
+    compiles = default_group = True
     framework: Any
     wrapped: Any
     set_up: Any

@@ -12,7 +12,7 @@ from typing import Any, get_args
 from ddpopt.judge.compare import dense
 from ddpopt.judge.engine import Engine, Gives
 from ddpopt.judge.judging.evidence import RunEvidence
-from ddpopt.judge.judging.failing import own_of, told
+from ddpopt.judge.judging.failing import Failure, own_of, told
 from ddpopt.judge.judging.ladder import Ladder, findings, remarks, worst
 from ddpopt.judge.judging.record import Record
 from ddpopt.judge.judging.reference import Reference
@@ -81,8 +81,12 @@ def _failed(reference: Reference, mode: Engine, backend: Any) -> dict[str, Any]:
         record = bench.run(mode, None, follow=reference.eager.starts)
         if record is None and not bench.stalled:
             remark = f"; without compiling {mode.name} fails, too: {told(own_of(bench.failures))}"
-    findings = (Finding("run", "the step runs", f"{each.text}{remark}", rank=each.rank) for each in own)
+    findings = (Finding("run", "the step runs", f"{_where(each)}{remark}", rank=each.rank) for each in own)
     return {"status": Status.WRONG, "findings": tuple(findings)}
+
+
+def _where(failure: Failure) -> str:
+    return f"extra step: {failure.extra}: {failure.text}" if failure.extra else failure.text
 
 
 def _judged(

@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ddpopt.cases.case import Case
+from ddpopt.errors import UsageError
 
 WIDTH = 8
 CAPS = {"bucket_cap_mb", "bucket_cap_mb_list"}
@@ -188,3 +189,26 @@ def differing(case: Case, ddp_kwargs: Mapping[str, Any]) -> Case:
     if CAPS & ddp_kwargs.keys():
         own = {name: value for name, value in own.items() if name not in CAPS}
     return replace(case, ddp_kwargs=own | dict(ddp_kwargs))
+
+
+def smaller_batch(given: tuple[Any, Any]) -> Any:
+    """The arguments of a forward for fewer samples: two thirds, but at least one less.
+
+    Args:
+        given: positional and keyword arguments; the first dimension of their first tensor is the batch.
+
+    Raises:
+        UsageError: there is no batch of more than one sample.
+    """
+    sizes = [leaf.size(0) for leaf in tree_leaves(given) if isinstance(leaf, Tensor) and leaf.dim()]
+    if not sizes or sizes[0] < 2:
+        raise UsageError("expected a batch of two or more samples in the first dimension of the inputs")
+    fewer = sizes[0] - max(1, sizes[0] // 3)
+
+    def cut(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.dim() or leaf.size(0) != sizes[0]:
+            return leaf
+        part = leaf.detach()[:fewer].clone()
+        return part.requires_grad_(leaf.requires_grad)
+
+    return tree_map(cut, given)

@@ -47,7 +47,7 @@ def _sending(
 
 
 OPTIONS: tuple[Option, ...] = (
-    Option("default", "only the case's own arguments", probes=True),
+    Option("default", "only the case's own arguments", probes=True, extras=True),
     Option("static_graph", "static_graph=True", "arguments", STATIC),
     Option("find_unused", "find_unused_parameters=True, all used", "arguments", UNUSED),
     Option(

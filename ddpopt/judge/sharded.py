@@ -9,7 +9,7 @@ Touches private names of torch: ``torch.distributed._composable``.
 import contextlib
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from importlib import import_module
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 
 from ddpopt.errors import UnsupportedError
 from ddpopt.judge.engine import Engine, Gradients, Named, compiled
@@ -58,6 +58,13 @@ class Shelled(Engine):
         """Make a module data-parallel."""
         raise NotImplementedError
 
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Set the managed parameters; a forward without a backward leaves gathered ones in their place."""
+        for module in self.shell.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        super().load(state)
+
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Switch the reduction off."""
@@ -76,7 +83,8 @@ class FullyShard(Shelled):
         rows: the number of groups of ranks that hold a whole model each (HSDP); 1 for plain FSDP.
     """
 
-    is_sharded, broadcasts_buffers, sends_as_uncompiled = True, False, True
+    is_sharded = moves_parameters = default_group = sends_as_uncompiled = True
+    broadcasts_buffers = False
     by_block: bool = False
     rows: int = 1
 
@@ -99,7 +107,8 @@ class FullyShard(Shelled):
 class ReplicateByFsdp(Shelled):
     """The ``replicate()`` that is built on FSDP2: every parameter a whole DTensor on each rank."""
 
-    broadcasts_buffers, sends_as_uncompiled = False, True
+    moves_parameters = default_group = sends_as_uncompiled = True
+    broadcasts_buffers = False
 
     def managed(self, module: nn.Module, group: dist.ProcessGroup) -> nn.Module:
         """Replicate a module."""
@@ -126,7 +135,8 @@ class FullyShardedDataParallel1(Engine):
         use_orig_params: as in FSDP's constructor.
     """
 
-    compiles, is_sharded, broadcasts_buffers, sends_as_uncompiled = True, True, False, True
+    compiles = is_sharded = moves_parameters = default_group = sends_as_uncompiled = True
+    broadcasts_buffers = False
     use_orig_params: bool = True
     root: Any
 

@@ -15,10 +15,11 @@ from torch.optim import SGD, Optimizer
 from ddpopt.errors import UnsupportedError
 from ddpopt.judge.compare import dense
 from ddpopt.judge.engine import Engine, Named
-from ddpopt.judge.judging.record import Record
+from ddpopt.judge.judging.record import Record, optimizer_state
 
 LEARNING_RATE = 0.05
 """For plain SGD: large enough that a stale gradient or a missed update shows one step later."""
+MOMENTUM = 0.5
 SCALE = 1024.0
 """Of the loss in the first step; it doubles after each."""
 
@@ -40,11 +41,24 @@ class Recipe:
     scales: bool = False
 
 
+def recipe_for(recipe: Recipe | None, engine: Engine) -> Recipe | None:
+    """How an engine is trained under an option with this recipe.
+
+    An engine that brings an optimizer, and no `step`, always trains with it: with momentum, so that its state
+    matters. A step in one graph has an optimizer in the graph.
+    """
+    if recipe is not None or engine.replaces("step"):
+        return recipe
+    if engine.replaces("optimizer"):
+        return Recipe(SGD, {"lr": LEARNING_RATE, "momentum": MOMENTUM})
+    return None if engine.whole is None else Recipe(SGD, {"lr": LEARNING_RATE})
+
+
 class Updates:
     """The updates of one run.
 
     Args:
-        recipe: how to update; None for plain SGD, without an optimizer if the engine has none of its own.
+        recipe: how to update; None for plain SGD without an optimizer, as the engine's `step` does it.
         engine: the engine, with its model.
 
     Attributes:
@@ -62,12 +76,10 @@ class Updates:
         self.scaler: Any = None
         self.factor = 1.0
         self._schedule: Any = None
-        has_optimizer, has_step = engine.replaces("optimizer"), engine.replaces("step")
-        if recipe is None and (has_step or not has_optimizer):
+        if recipe is None:
             return
-        if has_step and not has_optimizer:
+        if engine.replaces("step") and not engine.replaces("optimizer"):
             raise UnsupportedError(f"{engine.name} has a step() of its own, but no optimizer()")
-        recipe = recipe or Recipe(SGD, {"lr": LEARNING_RATE})
         self.optimizer = engine.optimizer(recipe.kind, **recipe.settings)
         if recipe.schedule is not None:
             if not isinstance(self.optimizer, Optimizer):
@@ -105,11 +117,25 @@ class Updates:
         return self.optimizer, self.scaler, self._schedule
 
 
-def repeated(record: Record, recipe: Recipe | None) -> list[Named]:
-    """The trained parameters after each step of a run, as the gradients that it took alone make them.
+@dataclass(frozen=True)
+class Updated:
+    """What an update of the parameters makes.
+
+    Attributes:
+        parameters: the parameters after the step, by name.
+        state: the optimizer's state after the step, by its name and the parameter's.
+    """
+
+    parameters: Named
+    state: Named
+
+
+def repeated(record: Record) -> list[Updated]:
+    """What the gradients that a run took make of its parameters in each step.
 
     A gradient without its parameter's shape and dtype counts as missing.
     """
+    recipe: Recipe | None = record.recipe
     names = [name for name in record.steps[0].gradients if name in record.start] if record.steps else []
     engine = Engine()
     engine.model = nn.ParameterList(record.start[name].clone() for name in names)
@@ -126,5 +152,7 @@ def repeated(record: Record, recipe: Recipe | None) -> list[Named]:
         gradients = [p.grad for p in parameters if p.grad is not None]
         if not scales or all(bool(dense(gradient).isfinite().all()) for gradient in gradients):
             updates.step()
-        found.append({name: p.detach().clone() for name, p in zip(names, parameters, strict=True)})
+        named = [*zip(names, parameters, strict=True)]
+        state = {} if updates.optimizer is None else optimizer_state(updates.optimizer, named)
+        found.append(Updated({name: p.detach().clone() for name, p in named}, state))
     return found

@@ -68,7 +68,8 @@ class Measured:
         error: the error to which `bound` applies.
         bound: the largest allowed error; 0 if equality is required.
         rank: the rank with the worst comparison.
-        step: the step with the worst comparison.
+        step: the step with the worst comparison, from 0; evaluations and extra steps are counted after them.
+        moment: its name: ``"step 0"``, ``"the evaluation"``, or that of an extra step.
     """
 
     parameter: str
@@ -79,6 +80,7 @@ class Measured:
     bound: float
     rank: int
     step: int
+    moment: str = ""
 
     @property
     def share(self) -> float:

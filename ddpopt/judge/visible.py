@@ -9,19 +9,17 @@ import contextlib
 import functools
 import hashlib
 import inspect
-import pickle
-import random
 import re
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.judge.compare import bitwise, raw_bytes
+from ddpopt.judge.surroundings import THREADS, changed, generators, process_state, settings_of_torch
 
 Pairs = frozenset[tuple[str, str]]
 """Pairs of names that share memory."""
@@ -31,6 +29,8 @@ OUTSIDE = "the tensor outside DDP"
 ATTRIBUTE = "attribute "
 LAST = "the last step's "
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+MOVED = "list of parameters in other memory"
+STEPS_THAT_COMPILE = 2
 DEPTH = 8
 """How deeply nested containers are searched."""
 PLAIN = (bool, int, float, complex, str, type(None))
@@ -208,7 +208,9 @@ class Sight:
         self._cleared: dict[int, Tensor] = {}
         self._held: dict[str, Any] = {}
         self._last: dict[str, tuple[Tensor, Tensor]] = {}
-        self._generators: dict[str, bytes] = {}
+        self._process: dict[str, Any] = {}
+        self._places: dict[str, int | None] = {}
+        self._steps = 0
         self._forwards = 0
 
     def before_step(self, *, keep: bool) -> None:
@@ -220,7 +222,9 @@ class Sight:
             else:
                 tensor.grad = None
         self._held = dict(self._keepers())
-        self._generators = _generators()
+        self._process = process_state()
+        self._places = {name: _place(parameter) for name, parameter in self._model.named_parameters()}
+        self._steps += 1
 
     def calls(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Record the arguments of a forward."""
@@ -270,6 +274,7 @@ class Sight:
     def after_step(self) -> dict[str, Any]:
         """Return everything visible after the backward, by name."""
         found = {f"{path} after the step": _as_tensor(tensor) for path, tensor in self._inputs.items()}
+        found |= {f"{path} after the step": _as_tensor(tensor) for path, tensor in self._outputs.items()}
         found["list of gradients with a history, or of frozen parameters"] = ", ".join(self._odd()) or "none"
         for name, tensor in self._leaves():
             found[f"{GRADIENT_OF}{name}"] = _as_tensor(tensor.grad)
@@ -285,19 +290,26 @@ class Sight:
                 yield name
 
     def settings(self, device: torch.device) -> dict[str, str]:
-        """Return global settings that code may leave changed, and the non-torch generators that were used."""
+        """Return the state of torch and of this process that a step may leave changed."""
         training = sorted({part.training for part in self._model.modules()})
-        kind, dtype = device.type, torch.get_default_dtype()
-        autocast = f"{torch.is_autocast_enabled(kind)} to {torch.get_autocast_dtype(kind)}"
-        words = (
-            f"gradients {torch.is_grad_enabled()}, autocast {autocast}, default {dtype}, "
-            f"deterministic {torch.are_deterministic_algorithms_enabled()}, "
-            f"products {torch.get_float32_matmul_precision()}, warnings {torch.is_warn_always_enabled()}"
-        )
-        now = _generators()
-        drawn = ", ".join(name for name, state in self._generators.items() if now[name] != state)
-        words += f", training {training}, anomaly detection {torch.is_anomaly_enabled()}"
-        return {"state of torch's settings": words, "use of other generators": drawn or "none"}
+        drawn = {f"state of {name} generator": state for name, state in generators().items()}
+        return {
+            "state of torch's settings": f"{settings_of_torch(device)}, training {training}",
+            "list of what it changed in the process": ", ".join(self._changed_process()) or "nothing",
+            MOVED: ", ".join(self._moved()) or "none",
+            **drawn,
+        }
+
+    def _changed_process(self) -> list[str]:
+        """What the step changed in this process; compiling, in the first steps, may start threads."""
+        found = changed(self._process, process_state())
+        return [name for name in found if self._steps > STEPS_THAT_COMPILE or name != THREADS]
+
+    def _moved(self) -> Iterator[str]:
+        """Parameters whose memory the step replaced."""
+        for name, parameter in self._model.named_parameters():
+            if name in self._places and self._places[name] != _place(parameter):
+                yield name
 
     def memory(self) -> tuple[Pairs, tuple[str, ...]]:
         """Return what shares memory, and which results kept from the last step were written since."""
@@ -341,6 +353,11 @@ class Sight:
             yield from ((f"by a hook: {name}", value) for name, value in held_by(hook))
         for function in self._functions:
             yield from ((f"by the case: {name}", value) for name, value in held_by(function))
+        kind: Any
+        for kind in dict.fromkeys(map(type, self._model.modules())):
+            if not _is_theirs(kind.forward):
+                held = held_by(kind.forward, 0)
+                yield from ((f"by {kind.__name__}.forward: {name}", value) for name, value in held)
 
     def _kept(self) -> Iterator[tuple[str, Any]]:
         """Objects added since the step began, and earlier tensors, which may have been written."""
@@ -366,9 +383,10 @@ def _hooks(model: nn.Module) -> Iterator[Any]:
         yield from (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()
 
 
-def _generators() -> dict[str, bytes]:
-    """The states of the generators outside torch."""
-    return {"Python's": pickle.dumps(random.getstate()), "NumPy's": pickle.dumps(np.random.get_state())}
+def _place(parameter: Tensor) -> int | None:
+    """The address of a parameter that has its own memory; None for any other."""
+    is_plain = type(parameter) is nn.Parameter and parameter.layout is torch.strided
+    return parameter.data_ptr() if is_plain else None
 
 
 def _as_tensor(value: Any) -> Any:

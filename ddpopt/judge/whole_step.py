@@ -72,21 +72,26 @@ class _Captured:
         torch.autograd.backward(loss)
 
 
-def whole_step(trainer: Any, take_step: Step, decorate: Callable[[Any], Any]) -> Callable[[], None]:
+def whole_step(
+    trainer: Any, take_step: Step, decorate: Callable[[Any], Any], *, captures_update: bool = False
+) -> Callable[[], None]:
     """A function that takes an option's step as one graph.
 
     Args:
         trainer: the `ddpopt.judge.trainer.Trainer`.
         take_step: the option's step.
         decorate: makes one graph of a function.
+        captures_update: whether the optimizer is a part of the graph.
 
     Returns:
         The function, for all steps of a run.
     """
 
-    def step(ddp: Any, batches: Mapping[int, Any]) -> Any:
+    def step(ddp: Any, optimizer: Any, batches: Mapping[int, Any]) -> Any:
         captured = _Captured(trainer, ddp, batches)
         take_step(captured)
+        if captures_update:
+            optimizer.step()
         computed = [_mapped(_is_computed, each) for each in captured.outputs]
         outputs = [_mapped(_detached, each) for each in captured.outputs]
         return outputs, captured.values, computed, captured.last
@@ -102,7 +107,7 @@ def whole_step(trainer: Any, take_step: Step, decorate: Callable[[Any], Any]) ->
         for part in scout.parts:
             trainer.sight.calls(*batches[part])
         generator = torch.get_rng_state()
-        outputs, values, computed, trainer.last_loss = run(trainer.ddp, batches)
+        outputs, values, computed, trainer.last_loss = run(trainer.ddp, trainer.updates.optimizer, batches)
         drawn = any(_draws(trainer.parallel.model)) or not torch.equal(generator, torch.get_rng_state())
         if len(scout.parts) > 1 and drawn:
             raise UnsupportedError("random numbers are seeded between the parts of a step")

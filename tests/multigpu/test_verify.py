@@ -195,14 +195,14 @@ def test_a_rank_that_gets_through_does_not_leave_its_peer_waiting_and_that_is_wr
 
 
 class Once:
-    """Counts forwards of this process: eager runs twice, with a step under no_sync, and alone once."""
+    """Counts losses of this process: eager runs twice, with 9 extra ones, and alone once."""
 
     calls = 0
 
     @classmethod
     def factor(cls) -> float:
         cls.calls += 1
-        if cls.calls == 13:
+        if cls.calls == 31:
             raise RuntimeError("this once")
         return 1.0
 

@@ -11,7 +11,7 @@ only with a note.
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mpmath
 import torch
@@ -35,6 +35,8 @@ FALSE_ALARM = 1e-6
 """Probability that a right gradient is called wrong at L2, if it has a single element and normal errors."""
 CREDIBLE = 10.0
 """A float64 reference this many times further from eager than eager's own spread took another path."""
+OCTAVES = 6
+"""Rows that differ by more than this power of 2 are of different size."""
 NOISE = "nothing but noise"
 HIDDEN = "rounding may be as large as these values, so a wrong value may pass at L2"
 ZERO_TOO = "all zeros, as in eager, where float64 has other values"
@@ -86,6 +88,23 @@ def centered_factor(samples: int, chance: float = FALSE_ALARM) -> float:
 
 
 @dataclass(frozen=True)
+class RowGroup:
+    """Rows of a tensor, along its first dimension, whose values and errors are of similar size.
+
+    Attributes:
+        index: the rows.
+        mean_square: root mean square over the samples of the root mean square of their errors in these rows.
+        largest: root mean square over the samples of their largest error in these rows.
+        factor: how many times larger one more error may be.
+    """
+
+    index: Tensor
+    mean_square: float
+    largest: float
+    factor: float
+
+
+@dataclass(frozen=True)
 class Arithmetic:
     """The effect of rounding on one number in eager, in float64.
 
@@ -97,6 +116,8 @@ class Arithmetic:
         factor: how many times larger than eager's errors one more error may be.
         eager: the number as eager computes it, with its NaNs and infinities.
         settled: where all samples are finite.
+        scale: root mean square over the samples of how far their projection on the truth is from 1.
+        rows: groups of rows of different size; empty if all are alike.
         note: how the truth was found, if not in float64.
     """
 
@@ -107,7 +128,15 @@ class Arithmetic:
     factor: float
     eager: Tensor
     settled: Tensor
+    scale: float = math.inf
+    rows: tuple[RowGroup, ...] = ()
     note: str = ""
+
+    @property
+    def scale_bound(self) -> float:
+        """How far the projection on the truth may be from 1: a bias of all elements does not average out."""
+        size = rms(self.truth)
+        return self.factor * self.scale + (rms(self.floor) / size if size else math.inf)
 
     @property
     def rms_bound(self) -> float:
@@ -176,8 +205,51 @@ def arithmetic_of(
         factor=factor,
         eager=eager,
         settled=settled,
+        scale=_norm([projection(value, truth) - 1 for value in values]),
+        rows=_rows_of_different_size(truth, values, centered=bool(note)),
         note=note,
     )
+
+
+def projection(value: Tensor, truth: Tensor) -> float:
+    """The factor by which a multiple of the truth comes nearest to a value; 1 for a truth of zeros."""
+    size = float(truth.square().sum())
+    return float((value * truth).sum()) / size if size else 1.0
+
+
+def _rows_of_different_size(truth: Tensor, values: Tensor, *, centered: bool) -> tuple[RowGroup, ...]:
+    """Group the rows by the size of their values, or of their errors if those are larger.
+
+    In one bound for all, a row of an embedding whose values are a thousandth of the largest row's could be
+    zero, or anything, unnoticed.
+
+    Args:
+        truth: the number without rounding.
+        values: the samples, stacked.
+        centered: whether the truth is the samples' own mean.
+
+    Returns:
+        The groups; none if all rows are of similar size, or there is one row only.
+    """
+    if truth.dim() < 2 or truth.numel() == 0:
+        return ()
+    errors = (values - truth).abs().flatten(2)
+    of_errors = errors.square().mean((0, 2)).sqrt()
+    size = torch.maximum(truth.flatten(1).square().mean(1).sqrt(), of_errors)
+    grades = torch.where(size > 0, torch.log2(size) / OCTAVES, -math.inf).floor()
+    distinct: list[float] = sorted(set(grades.tolist()))
+    if len(distinct) < 2:
+        return ()
+    chance = FALSE_ALARM / len(distinct)
+    factor = centered_factor(len(values), chance) if centered else tail_factor(len(values), chance)
+    groups = []
+    for grade in distinct:
+        index = (grades == grade).nonzero().flatten()
+        own = errors[:, index]
+        mean_square = float(own.square().mean().sqrt())
+        top = float(own.flatten(1).amax(1).square().mean().sqrt())
+        groups.append(RowGroup(index, mean_square, top, factor))
+    return tuple(groups)
 
 
 def _floor(truth: Tensor, terms: Sum | None, dtype: torch.dtype, sent_as: torch.dtype | None) -> Tensor:
@@ -220,8 +292,36 @@ def arithmetic(got: Tensor, eager: Arithmetic) -> Difference:
         return Difference(root, eager.mean_square, distance, "all zeros", right=False)
     if root <= eager.rms_bound and not top <= eager.largest_bound:
         return Difference(top, eager.largest_bound, distance, "the largest element", right=False)
+    if root <= eager.rms_bound and not eager.is_noise:
+        wrong = _biased(value, eager) or _wrong_rows(error, eager)
+        if wrong is not None:
+            return replace(wrong, ulps=distance)
     note = ZERO_TOO if is_zero and not eager.is_noise else _noise(size, eager)
     return Difference(root, eager.rms_bound, distance, note, right=root <= eager.rms_bound)
+
+
+def _biased(value: Tensor, eager: Arithmetic) -> Difference | None:
+    """A factor over a whole tensor that is no rounding, though each element is within its bound."""
+    off = abs(projection(value, eager.truth) - 1)
+    if off <= eager.scale_bound:
+        return None
+    return Difference(off, eager.scale_bound, 0.0, "its projection on the reference is not 1", right=False)
+
+
+def _wrong_rows(error: Tensor, eager: Arithmetic) -> Difference | None:
+    """The first group of rows whose error is beyond its own bounds."""
+    for rows in eager.rows:
+        own = error[rows.index]
+        floor = eager.floor[rows.index]
+        for found, allowed, slack in (
+            (rms(own), rows.mean_square, rms(floor)),
+            (largest(own), rows.largest, largest(floor)),
+        ):
+            if found > rows.factor * allowed + slack:
+                place = int(rows.index[own.flatten(1).amax(1).argmax()])
+                note = f"in row {place}, of {len(rows.index)} rows of that size"
+                return Difference(found, rows.factor * allowed + slack, 0.0, note, right=False)
+    return None
 
 
 def _finite_alike(value: Tensor, eager: Arithmetic) -> bool:

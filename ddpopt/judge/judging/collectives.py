@@ -92,6 +92,25 @@ def _trains(evidence: RunEvidence) -> bool:
     return any(step.gradients.get(name) is not None for step in evidence.eager.steps for name in names)
 
 
+def in_own_groups(evidence: RunEvidence) -> Broken:
+    """What is sent in the default group reaches ranks that the engine was not given."""
+    for words, count in Counter(evidence.got.foreign).items():
+        yield Break(f"sent {count} x {words} in the default process group, but was given another one")
+
+
+def without_gradients(evidence: RunEvidence) -> Broken:
+    """An evaluation may run on one rank alone, so it sends only what DDP does: its buffers."""
+    if evidence.mode.is_sharded or not evidence.option.sends_as_usual:
+        return
+    for _, got, eager in evidence.got.beside(evidence.eager):
+        if got.gradients and any(gradient is not None for gradient in got.gradients.values()):
+            continue
+        kinds = {words.partition(" ")[0] for words in eager.sent}
+        more = [words for words in got.sent if words.partition(" ")[0] not in kinds]
+        if more:
+            yield Break(f"sent {_listed(tuple(more))}, which eager DDP does not send", None, eager.moment)
+
+
 def promised(evidence: RunEvidence) -> Broken:
     """The engine sends as many collectives of each kind as it says."""
     promise = evidence.got.promised
@@ -100,7 +119,7 @@ def promised(evidence: RunEvidence) -> Broken:
     for step, sent in enumerate(evidence.got.sent):
         counts = Counter(words.partition(" ")[0] for words in sent)
         if counts != Counter(promise):
-            yield Break(f"sent {dict(counts)}, the engine promises {dict(promise)}", None, step)
+            yield Break(f"sent {dict(counts)}, the engine promises {dict(promise)}", None, f"step {step}")
 
 
 def as_uncompiled(evidence: RunEvidence) -> Broken:
@@ -111,7 +130,7 @@ def as_uncompiled(evidence: RunEvidence) -> Broken:
         yield Break("without compiling the run fails, so there is nothing to compare with")
     for step, (got, eager) in enumerate(zip(evidence.got.sent, evidence.uncompiled, strict=False)):
         if got != eager:
-            yield Break(f"sent {_listed(got)}; without compiling {_listed(eager)}", None, step)
+            yield Break(f"sent {_listed(got)}; without compiling {_listed(eager)}", None, f"step {step}")
 
 
 def _listed(sent: tuple[str, ...]) -> str:

@@ -103,11 +103,17 @@ class RunEvidence:
 
 
 class Break(NamedTuple):
-    """A place where a claim does not hold: what was seen, for which parameter, in which step."""
+    """A place where a claim does not hold: what was seen, for which parameter, and when."""
 
     message: str
     parameter: str | None = None
-    step: int | None = None
+    moment: str | None = None
+
+    @property
+    def step(self) -> int | None:
+        """The index of the training step; None for the whole run, and for what is run after the steps."""
+        words = (self.moment or "").split()
+        return int(words[1]) if words[:1] == ["step"] else None
 
 
 Broken = Iterator[Break]

@@ -43,6 +43,7 @@ CALLS = frozenset(
         ("trainer.py", "backward"),
         ("updating.py", "__init__"),
         ("updating.py", "step"),
+        ("moments.py", "further_steps"),
     ]
 )
 """Functions of the judge, by file, that call the program."""
@@ -59,6 +60,7 @@ class Failure:
         refused: whether ddpopt reports that it does not support this, as one of `REFUSALS`.
         lost: whether it only reports that a peer is gone.
         of_judge: whether it was raised by the judge's own code, and not by the program or its engine.
+        extra: the name of the extra step that failed; empty for the others.
     """
 
     rank: int
@@ -66,6 +68,7 @@ class Failure:
     refused: bool
     lost: bool
     of_judge: bool = False
+    extra: str = ""
 
 
 def failure_of(rank: int, error: BaseException) -> Failure:

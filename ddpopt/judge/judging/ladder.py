@@ -19,17 +19,21 @@ from ddpopt.judge.judging.record import (
     LOSS,
     PARAMETER,
     SEEN,
+    STATE,
     Number,
     NumberKind,
     Record,
     RecordedStep,
     Rules,
+    alike,
     buckets_of,
+    labeled,
     pairs,
     plain,
     unreduced,
 )
 from ddpopt.judge.judging.reference import Reference
+from ddpopt.judge.moments import EXTRAS, TWO_BACKWARDS
 from ddpopt.judge.updating import repeated
 from ddpopt.judge.verdict import Finding, Measured
 from ddpopt.judge.visible import GRADIENT_OF, KEPT
@@ -40,9 +44,10 @@ NOT_REPRODUCED = (
     "(torch.use_deterministic_algorithms names operations that are not deterministic)"
 )
 NOT_EVALUATED = "evaluation was not compared, because eager DDP fails in it: {reason}"
+NOT_TAKEN = "an extra step was left out, because eager DDP fails in it: {name}: {reason}"
 RESUMMED = (
-    "judged at L2, because the compiled graph is cut, or one backward runs through several: gradients may "
-    "be summed in a different order"
+    "judged at L2, because the compiled graph is cut, one backward runs through several, or reduced gradients "
+    "are added up: gradients may be summed in a different order"
 )
 NOT_FINITE = "eager itself computes NaN or infinity, and the same values are expected in the same places"
 CLAIM = {
@@ -90,7 +95,7 @@ class Ladder:
         Returns:
             What this rank found.
         """
-        self.updated = repeated(record, self.option.recipe)
+        self.updated = repeated(record)
         sheet = self._judged(record, self.rules)
         own = self._resummed(record, sheet) if self.rules.exact else set[str]()
         resummed = frozenset[str]().union(*self.ranks.gather(own))
@@ -102,18 +107,20 @@ class Ladder:
         return sheet
 
     def _resummed(self, record: Record, sheet: "Sheet") -> set[str]:
-        """Names of numbers that are not equal, but may be summed in another order than in eager."""
+        """Labels of numbers that are not equal, but may be summed in another order than in eager."""
+        sums = [n for n in pairs(record, self.reference.eager) if self.rules.sums(n.kind, n.name)]
+        # DDP reduces again what it has accumulated; others may reduce what is new, and add that
+        after = set() if self.mode.observable else {n.label for n in sums if n.moment == TWO_BACKWARDS}
         is_cut = bool(record.plan and record.plan.cuts) or self.mode.optimize_ddp == "ddp_optimizer"
-        if not record.graphs or not (is_cut or self.option.forwards > 1):
-            return set()
-        after = {n.name for n in pairs(record, self.reference.eager) if self.rules.sums(n.kind, n.name)}
+        if record.graphs and (is_cut or self.option.forwards > 1):
+            after |= {number.label for number in sums}
         return sheet.wrong() & after
 
     def _judged(self, record: Record, rules: Rules) -> "Sheet":
         """Compare all numbers that both sides have, each at its levels."""
         sheet = Sheet(self.ranks.rank, buckets_of(record))
         self._remark(sheet)
-        numbers = [(n, rules.levels(n.kind, n.name)) for n in pairs(record, self.reference.eager)]
+        numbers = [(number, rules.levels(number)) for number in pairs(record, self.reference.eager)]
         if any(self.ranks.gather(any("L2" in levels for _, levels in numbers))):
             _ = self.reference.arithmetic  # a collective of all ranks
         for number, levels in numbers:
@@ -123,10 +130,20 @@ class Ladder:
             if not bool(dense(number.eager).isfinite().all()):
                 sheet.say(NOT_FINITE, number.name)
             for level in levels:
-                sheet.add(level, number.step, number.name, self._compared(level, number))
+                sheet.add(level, number, self._compared(level, number))
+        self._optimized(record, sheet)
         if record.local is not None:
             self._communicated(record, record.local, sheet)
         return sheet
+
+    def _optimized(self, record: Record, sheet: "Sheet") -> None:
+        """Compare the optimizer's state with what the gradients of this run make of it."""
+        for place, (step, updated) in enumerate(zip(record.steps, self.updated, strict=False)):
+            for name, expected in updated.state.items():
+                got = step.optimizer.get(name)
+                if got is not None and alike(got, expected):
+                    number = Number(place, step.moment, STATE + name, NumberKind.PARAMETER, got, expected)
+                    sheet.add("L0", number, bitwise(got, expected))
 
     def _communicated(self, record: Record, local: RecordedStep, sheet: "Sheet") -> None:
         """Compare the gradients that the last step reduced with the mean of the same step's under no_sync.
@@ -134,7 +151,8 @@ class Ladder:
         Differences in compiled arithmetic then cannot hide faults of communication. Numbers that eager does
         not reproduce are skipped.
         """
-        step, reference = len(record.steps) - 1, self.reference
+        step = len(record.steps) - 1
+        reference = self.reference
         gradients = {name: local.extras[unreduced(name)] for name in record.steps[step].gradients}
         sums = reference.bench.sums(gradients, record.steps[step].state)
         eager = reference.eager.steps[step].gradients
@@ -143,7 +161,8 @@ class Ladder:
                 continue
             if dense(got).shape == sums[name].total.shape:  # else L3 reports it
                 compared = communication(got, sums[name], self.option.comm_dtype, eager.get(name))
-                sheet.add("L1", step, name, compared)
+                number = Number(step, f"step {step}", name, NumberKind.GRADIENT, got, got)
+                sheet.add("L1", number, compared)
 
     def _remark(self, sheet: "Sheet") -> None:
         """Note peculiarities of eager, and which checks are therefore left out."""
@@ -152,6 +171,8 @@ class Ladder:
             sheet.notes.append(NOT_REPRODUCED.format(names=names))
         if self.reference.bench.unevaluated:
             sheet.notes.append(NOT_EVALUATED.format(reason=self.reference.bench.unevaluated))
+        for name, reason in self.reference.bench.not_taken.items():
+            sheet.notes.append(NOT_TAKEN.format(name=name, reason=reason))
 
     def _left_out(self, number: Number) -> str:
         """Return why a number is not compared; empty if it is."""
@@ -170,8 +191,9 @@ class Ladder:
         if level == "L1":
             terms = self.reference.sums[number.step][number.name]
             return communication(number.got, terms, self.option.comm_dtype, number.eager)
-        if number.kind is NumberKind.PARAMETER and (name := plain(number.name)) not in self.rules.written:
-            return bitwise(number.got, self.updated[number.step].get(name, number.eager))
+        name = plain(number.name)
+        if number.kind is NumberKind.PARAMETER and name not in self.rules.written:
+            return bitwise(number.got, self.updated[number.step].parameters.get(name, number.eager))
         return bitwise(number.got, number.eager)
 
 
@@ -202,17 +224,20 @@ class Judged:
         seen = self.measured
         bucket = f", bucket {seen.bucket}" if seen.bucket is not None else ""
         remark = f" ({self.note})" if self.note else ""
-        by_optimizer = seen.level == "L0" and seen.parameter.startswith(PARAMETER)
+        by_optimizer = seen.level == "L0" and seen.parameter.startswith((PARAMETER, STATE))
+        is_step = seen.moment.startswith("step ")
+        moment = seen.moment if is_step else f"extra step: {seen.moment}"
         message = (
-            f"{_what(seen.parameter)}{bucket}, step {seen.step}, rank {seen.rank}: off by {seen.error:.3g} "
+            f"{_what(seen.parameter)}{bucket}, {moment}, rank {seen.rank}: off by {seen.error:.3g} "
             f"where {seen.bound:.3g} is allowed, {seen.ulps:.3g} ULP{remark}"
         )
-        claim = BY_OPTIMIZER if by_optimizer else CLAIM[seen.level]
-        return Finding(claim=claim, message=message, **asdict(seen))
+        fields = asdict(seen) | {"step": seen.step if is_step else None}
+        del fields["moment"]
+        return Finding(claim=BY_OPTIMIZER if by_optimizer else CLAIM[seen.level], message=message, **fields)
 
 
 def _what(name: str) -> str:
-    if name.startswith((BUFFER, PARAMETER, SEEN)):
+    if name.startswith((BUFFER, PARAMETER, SEEN, STATE)):
         return name
     return f"the {name}" if name.startswith(FINAL) else f"the gradient of {name}"
 
@@ -237,8 +262,9 @@ class Sheet:
     notes: list[str] = field(default_factory=list)
     about: dict[str, dict[str, None]] = field(default_factory=dict)
 
-    def add(self, level: str, step: int, name: str, difference: Difference) -> None:
+    def add(self, level: str, number: Number, difference: Difference) -> None:
         """Record the comparison of a number at one level."""
+        name = number.name
         measured = Measured(
             parameter=name,
             level=level,
@@ -247,7 +273,8 @@ class Sheet:
             error=difference.error,
             bound=difference.bound,
             rank=self.rank,
-            step=step,
+            step=number.step,
+            moment=number.moment,
         )
         self.judged.append(Judged(measured, difference.right, difference.note))
         if difference.note and difference.right:
@@ -258,8 +285,9 @@ class Sheet:
         self.about.setdefault(remark, {})[name] = None
 
     def wrong(self) -> set[str]:
-        """Names of the numbers that are wrong."""
-        return {item.measured.parameter for item in self.judged if not item.right}
+        """Labels of the numbers that are wrong."""
+        wrong = (item.measured for item in self.judged if not item.right)
+        return {labeled(one.parameter, one.moment, is_extra=one.moment in EXTRAS) for one in wrong}
 
     def in_short(self) -> "Sheet":
         """The sheet with only the worst comparison of each number and level."""
@@ -306,7 +334,7 @@ def findings(sheets: Sequence[Sheet], judged: Sequence[Judged], ready: Sequence[
 
     def distance(finding: Finding) -> tuple[int, int]:
         name = finding.parameter or ""
-        late = name.startswith((PARAMETER, FINAL, SEEN + GRADIENT_OF, SEEN + KEPT))
+        late = name.startswith((PARAMETER, STATE, FINAL, SEEN + GRADIENT_OF, SEEN + KEPT))
         return 2 * late + (name in places), places.get(plain(name), len(places))
 
     return tuple(sorted(seen.values(), key=distance))

@@ -5,7 +5,7 @@ one order. Invariant: every number has a level, and everything that a step leave
 integers and counts, which `ddpopt.judge.judging.structure` compares directly.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
@@ -21,6 +21,7 @@ from ddpopt.planning.plan import Plan
 BUFFER = "buffer "
 PARAMETER = "parameter "
 FINAL = "final gradient of "
+STATE = "optimizer state "
 SEEN = "the "
 """Prefix of other visible values of a step: the loss, and values that an option adds."""
 LOSS = f"{SEEN}loss"
@@ -28,9 +29,10 @@ LOSS = f"{SEEN}loss"
 
 @dataclass
 class RecordedStep:
-    """The results of one step, or of an evaluation after all steps, which has neither loss nor gradients.
+    """The results of one step, or of what was run after all steps.
 
     Attributes:
+        moment: when it was: ``"step 0"``, ``"the evaluation"``, or the name of an extra step.
         loss: the detached loss; the last one if a step has several.
         gradients: the gradients after the last backward, before anything changes them.
         state: parameters and buffers after the optimizer.
@@ -42,8 +44,11 @@ class RecordedStep:
         late: names of the extras that the option left after the backward.
         sharing: pairs of names that share memory; None if the reducer has no part in that.
         written: values that a script may have kept from the previous step and that this one wrote to.
+        optimizer: the state of the optimizer after the step, such as ``"momentum_buffer of layer.weight"``.
+        sent: the collectives of an evaluation or an extra step.
     """
 
+    moment: str
     loss: Tensor | None
     gradients: Gradients
     state: Named
@@ -53,6 +58,8 @@ class RecordedStep:
     late: frozenset[str] = frozenset()
     sharing: Pairs | None = None
     written: tuple[str, ...] = ()
+    optimizer: Named = field(default_factory=dict)
+    sent: tuple[str, ...] = ()
 
     @property
     def taken(self) -> Gradients:
@@ -85,6 +92,7 @@ class Record:
         steps: the steps in order; ranks may have different numbers of them.
         evaluation: the model's output after the last step, in evaluation mode and without gradients; None if
             eager DDP cannot do that.
+        extras: the extra steps after that, by name.
         graphs: Dynamo's compile ids, in order.
         graphs_after: number of graphs after each step.
         captures: the number of backwards that compiled autograd captured.
@@ -100,6 +108,9 @@ class Record:
         promised: how many collectives of each kind the engine promises for a step.
         checkpoint: what the run left for another one to go on from, if the option resumes.
         unjudged: what could not be recorded, with the reason.
+        foreign: collectives in a process group that the engine was not given.
+        recipe: the optimizer that updated the parameters; None for plain SGD without one.
+        growth: the bytes of tensors that each further step kept at least; None if none was taken.
     """
 
     start: Named
@@ -120,6 +131,10 @@ class Record:
     promised: Mapping[str, int] | None = None
     checkpoint: Any = None
     unjudged: tuple[str, ...] = ()
+    extras: dict[str, RecordedStep] = field(default_factory=dict)
+    foreign: tuple[str, ...] = ()
+    recipe: Any = None
+    growth: int | None = None
 
     def continued(self, other: "Record") -> "Record":
         """This run and the one that went on from it."""
@@ -132,8 +147,16 @@ class Record:
 
     @property
     def moments(self) -> list[RecordedStep]:
-        """The steps, the evaluation after them, and the last step under no_sync."""
-        return [*self.steps, *(one for one in (self.evaluation, self.local) if one is not None)]
+        """The steps, the evaluation after them, the extra steps, and the last step under no_sync."""
+        others = (self.evaluation, *self.extras.values(), self.local)
+        return [*self.steps, *(one for one in others if one is not None)]
+
+    def beside(self, eager: "Record") -> Iterator[tuple[int, RecordedStep, RecordedStep]]:
+        """Each moment that both runs have: its place among eager's, this run's, and eager's."""
+        own = {one.moment: one for one in self.moments}
+        for place, one in enumerate(eager.moments):
+            if one.moment in own:
+                yield place, own[one.moment], one
 
     @property
     def starts(self) -> list[Named]:
@@ -165,18 +188,37 @@ class Number:
     """One number of one step, on both sides of a comparison.
 
     Attributes:
-        step: index of the step.
+        step: place of the moment among those of eager's run, which begin with the steps.
+        moment: when it was.
         name: the parameter's name for a gradient; else a name with a prefix.
         kind: what it depends on.
         got: the value in the mode.
         eager: the value in eager DDP, of the same shape and dtype.
+        is_extra: whether it is of an extra step, for which the sums over ranks are not known.
     """
 
     step: int
+    moment: str
     name: str
     kind: NumberKind
     got: Tensor
     eager: Tensor
+    is_extra: bool = False
+
+    @property
+    def label(self) -> str:
+        """Its name, with the extra step that it is of."""
+        return labeled(self.name, self.moment, is_extra=self.is_extra)
+
+    @property
+    def key(self) -> str:
+        """Its name among the numbers that eager does not reproduce; extra steps count on their own."""
+        return labeled(plain(self.name), self.moment, is_extra=self.is_extra)
+
+
+def labeled(name: str, moment: str, *, is_extra: bool) -> str:
+    """The name of a number, with the extra step that it is of."""
+    return f"{moment}: {name}" if is_extra else name
 
 
 def plain(name: str) -> str:
@@ -225,6 +267,24 @@ def _kind(one: RecordedStep, name: str) -> NumberKind:
     return NumberKind.FINISHED if is_late else NumberKind.FORWARD
 
 
+def optimizer_state(optimizer: Any, parameters: Iterable[tuple[str, Tensor]]) -> Named:
+    """The tensors in an optimizer's state, by their key and the parameter's name.
+
+    Args:
+        optimizer: a ``torch.optim.Optimizer``, or an object that has its ``state``.
+        parameters: the parameters, each with its name.
+    """
+    held = getattr(optimizer, "state", {})
+    if not isinstance(held, Mapping):
+        return {}
+    return {
+        f"{key} of {name}": value.detach().clone()
+        for name, parameter in parameters
+        for key, value in held.get(parameter, {}).items()
+        if isinstance(value, Tensor)
+    }
+
+
 def is_rounded(tensor: Tensor) -> bool:
     """Whether a tensor holds numbers that rounding may change."""
     return tensor.is_floating_point() or tensor.is_complex()
@@ -232,14 +292,16 @@ def is_rounded(tensor: Tensor) -> bool:
 
 def pairs(record: Record, eager: Record) -> Iterator[Number]:
     """Yield all numbers of all steps that both sides have in the same form; L3 reports the others."""
-    for step, (got, expected) in enumerate(zip(record.moments, eager.moments, strict=False)):
+    for step, got, expected in record.beside(eager):
         mine = left_behind(got)
         for name, (kind, tensor) in left_behind(expected).items():
-            if name in mine and _alike(mine[name][1], tensor):
-                yield Number(step, name, kind, mine[name][1], tensor)
+            if name in mine and alike(mine[name][1], tensor):
+                is_extra = expected.moment in eager.extras
+                yield Number(step, expected.moment, name, kind, mine[name][1], tensor, is_extra)
 
 
-def _alike(got: Tensor, expected: Tensor) -> bool:
+def alike(got: Tensor, expected: Tensor) -> bool:
+    """Whether two tensors have the same shape and dtype, so that their numbers can be compared."""
     return dense(got).shape == dense(expected).shape and got.dtype == expected.dtype
 
 
@@ -256,7 +318,7 @@ class Rules:
             gradient.
         unstable: names of numbers that eager does not reproduce.
         written: names of parameters that something other than the optimizer writes to.
-        resummed: names of numbers that are not equal and may be summed in another order.
+        resummed: labels of numbers that are not equal and may be summed in another order.
     """
 
     exact: bool
@@ -273,26 +335,24 @@ class Rules:
         updated = kind is NumberKind.PARAMETER and plain(name) not in self.written
         return kind is not NumberKind.FORWARD and not updated
 
-    def levels(self, kind: NumberKind, name: str) -> tuple[str, ...]:
+    def levels(self, number: Number) -> tuple[str, ...]:
         """The levels that judge a number.
-
-        Args:
-            kind: what it depends on.
-            name: of the number.
 
         Returns:
             At least one. A parameter at L0 is compared with the optimizer's update from the mode's own
             gradient, which is judged itself; numbers that eager does not reproduce are judged at L2.
         """
+        kind = number.kind
+        name = number.name
         equal = self.exact and self.ordered
         if kind is NumberKind.PARAMETER and plain(name) not in self.written:
             return ("L0",)
-        if plain(name) in self.unstable or name in self.resummed:
+        if number.key in self.unstable or number.label in self.resummed:
             return ("L2",)
         kept = kind is NumberKind.GRADIENT and name in self.ignored
         if kept or kind in (NumberKind.FORWARD, NumberKind.OWN):
             return ("L0",) if self.exact else ("L2",)
-        if kind is NumberKind.GRADIENT and self.exact and self.means:
+        if kind is NumberKind.GRADIENT and self.exact and self.means and not number.is_extra:
             return ("L0", "L1") if self.ordered else ("L1",)
         if kind is NumberKind.FINISHED and self.shards:
             return ("L2",)

@@ -23,7 +23,7 @@ from ddpopt.judge.engine import Engine, Gradients, Named
 from ddpopt.judge.judging.arithmetic import Arithmetic
 from ddpopt.judge.judging.evidence import Peer, peer_of
 from ddpopt.judge.judging.failing import Failure, failure_of, own_of, stalled, told
-from ddpopt.judge.judging.record import Record, pairs, plain
+from ddpopt.judge.judging.record import Record, pairs
 from ddpopt.judge.judging.rounding import (
     SAMPLES,
     autocast_dtypes,
@@ -35,9 +35,11 @@ from ddpopt.judge.judging.rounding import (
 )
 from ddpopt.judge.meshes import Grid
 from ddpopt.judge.modes import LOCAL, mode
+from ddpopt.judge.moments import EXTRAS, NAMES, ExtraStepError
 from ddpopt.judge.option_cases import in_dtype, trainable
-from ddpopt.judge.trainer import Course, Option, Place, Trainer, train
-from ddpopt.judge.updating import Recipe, repeated
+from ddpopt.judge.trainer import Course, Option, Place, Trainer
+from ddpopt.judge.training import train
+from ddpopt.judge.updating import repeated
 from ddpopt.ranks.group import Ranks, new_group
 from ddpopt.ranks.pool import launch
 
@@ -45,6 +47,8 @@ COLLECTIVE_LIMIT_S = 20.0
 """For small models. Otherwise a rank may have to wait as long as a peer compiles."""
 RESUMED = 1
 """Steps before a checkpoint."""
+CHEAP = ("eager", "aot_eager")
+"""Backends that generate no code, with which one more graph costs little."""
 CALM_LIMIT_S = 300.0
 """In the comparison's own group no mode can cause a failure; a rank may just be busy for a long time."""
 
@@ -94,6 +98,8 @@ class Bench:
         self.calm = new_group(max(collective_limit_s, CALM_LIMIT_S), self.grid.columns)
         self.failures: list[Failure] = []
         self.unevaluated = ""
+        self.extras = [*NAMES] if subject.option.extras else []
+        self.not_taken: dict[str, str] = {}
 
     def close(self) -> None:
         """Destroy the process group of the comparison."""
@@ -117,6 +123,7 @@ class Bench:
             backend,
             RESUMED if resumes else subject.steps,
             evaluate=subject.evaluates and how is not LOCAL and not self.unevaluated and not resumes,
+            extras=self._extras_of(how, backend) if subject.evaluates and not resumes else (),
             **more,
         )
         record, failure = None, None
@@ -131,19 +138,32 @@ class Bench:
                 course = replace(course, case=subject.option.grouped(course.case, group))
                 with grid.laid(subject.device.type, group, limit_s):
                     record = train(course, how, Place(grid.rank, grid.size, group, subject.device))
+            except ExtraStepError as error:
+                failure = replace(failure_of(self.ranks.rank, error.__cause__ or error), extra=error.name)
             except (Exception, SystemExit) as error:
                 failure = failure_of(self.ranks.rank, error)
-            finally:
-                with contextlib.suppress(Exception):
-                    dist.destroy_process_group(group)
             later = replace(course, steps=max(subject.steps, RESUMED + 1))
+            # A reducer that is the last to hold its group would join the group's threads while it holds
+            # Python's lock, for which they may wait.
+            del course
+            gc.collect()
+            with contextlib.suppress(Exception):
+                dist.destroy_process_group(group)
             # Peers learn of a failure from closed connections, so no reference to the group may remain.
-            del course, group
+            del group
             gc.collect()
         self.failures = [other for other in self.ranks.gather(failure) if other is not None]
         if record is not None and not self.failures and resumes:
             return self._resumed(record, later, how)
         return None if self.failures else record
+
+    def _extras_of(self, how: Engine, backend: Any) -> list[str]:
+        """The extra steps of a run: all that eager takes, where compiling what is new for them is cheap."""
+        if how is LOCAL:
+            return []
+        is_cheap = backend is None or backend in CHEAP
+        dear = {name for name, extra in EXTRAS.items() if extra.compiles}
+        return [name for name in self.extras if is_cheap or name not in dear]
 
     def _resumed(self, record: Record, course: Course, how: Engine) -> Record | None:
         """Let new processes on the first rank's machine take the remaining steps."""
@@ -162,13 +182,25 @@ class Bench:
         return record.continued(found[self.ranks.rank]) if found else None
 
     def run_eager(self, **more: Any) -> Record | None:
-        """Train in eager DDP; if the model cannot be evaluated, skip that from now on."""
+        """Train in eager DDP; an evaluation or an extra step that fails in it is left out from then on."""
         record = self.run(mode("eager"), None, **more)
-        if record is None and not self.stalled and not any(each.of_judge for each in self.failures):
-            reason, self.unevaluated = told(self.failures), "not tried"
+        while record is None and self._leaves_out():
             record = self.run(mode("eager"), None, **more)
-            self.unevaluated = reason
         return record
+
+    def _leaves_out(self) -> bool:
+        """Leave out the extra step, or the evaluation, in which eager failed; whether there was one."""
+        if self.stalled or any(failure.of_judge for failure in self.failures):
+            return False
+        failed = {failure.extra: failure.text for failure in self.failures if failure.extra}
+        self.extras = [name for name in self.extras if name not in failed]
+        self.not_taken |= failed
+        if failed:
+            return True
+        if self.unevaluated:
+            return False
+        self.unevaluated = told(self.failures)
+        return True
 
     @property
     def stalled(self) -> str:
@@ -221,7 +253,8 @@ def _remember_buffers(seen: list[Named], trainer: Trainer) -> None:
     """
 
     def note(model: nn.Module, _: object) -> None:
-        seen.append({name: buffer.detach().clone() for name, buffer in model.named_buffers()})
+        if trainer.is_training:
+            seen.append({name: buffer.detach().clone() for name, buffer in model.named_buffers()})
 
     seen.clear()  # of a run that failed
     trainer.parallel.model.register_forward_pre_hook(note)
@@ -257,7 +290,7 @@ class Reference:
         self.again = again
         self.unjudged: tuple[str, ...] = ()
         self.unstable = frozenset[str]().union(*bench.ranks.gather(_changed(eager, again)))
-        own = _written(eager, bench.subject.option.recipe)
+        own = _written(eager)
         self.written = frozenset[str]().union(*bench.ranks.gather(own))
         self.alone: Record | None = None
         self.ready = list(eager.steps[0].gradients)[::-1] if eager.steps else []
@@ -331,14 +364,14 @@ class Reference:
 
 def _changed(eager: Record, again: Record) -> set[str]:
     """Names of the numbers on which two runs disagree."""
-    return {plain(n.name) for n in pairs(again, eager) if not bitwise(n.got, n.eager).right}
+    return {n.key for n in pairs(again, eager) if not bitwise(n.got, n.eager).right}
 
 
-def _written(eager: Record, recipe: Recipe | None) -> set[str]:
+def _written(eager: Record) -> set[str]:
     """Names of parameters that differ from the optimizer's update."""
     return {
         name
-        for step, updated in zip(eager.steps, repeated(eager, recipe), strict=True)
-        for name, expected in updated.items()
+        for step, updated in zip(eager.steps, repeated(eager), strict=True)
+        for name, expected in updated.parameters.items()
         if not bitwise(step.state[name], expected).right
     }

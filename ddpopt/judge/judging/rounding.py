@@ -23,7 +23,15 @@ from ddpopt.cases.case import Case
 from ddpopt.judge.compare import Sum, exact
 from ddpopt.judge.engine import Named
 from ddpopt.judge.judging.arithmetic import Arithmetic, arithmetic_of
-from ddpopt.judge.judging.record import NumberKind, Record, is_rounded, left_behind, plain
+from ddpopt.judge.judging.record import (
+    NumberKind,
+    Record,
+    RecordedStep,
+    is_rounded,
+    labeled,
+    left_behind,
+    plain,
+)
 from ddpopt.judge.option_cases import cast
 
 SAMPLES = 8
@@ -167,22 +175,28 @@ def learned(
         For each step, the rounding by the name of the number.
     """
     found: list[dict[str, Arithmetic]] = []
-    for step in range(len(runs[0].moments)):
-        own, *others = (_values(run, step, runs[0], written) for run in runs)
-        wide = {} if truth is None else _values(truth, step, runs[0], written)
+    for step, moment in enumerate(runs[0].moments):
+        own, *others = (_values(run, step, moment, runs[0], written) for run in runs)
+        wide = {} if truth is None else _values(truth, step, moment, runs[0], written)
         terms = sums[step] if step < len(sums) else {}
         found.append({})
         for name, value in own.items():
             samples = [value, *(other[name] for other in others if name in other)]
-            reference = None if plain(name) in unstable else wide.get(name)
+            key = labeled(plain(name), moment.moment, is_extra=moment.moment in runs[0].extras)
+            reference = None if key in unstable else wide.get(name)
             found[-1][name] = arithmetic_of(samples, reference, terms.get(name), sent_as)
     return found
 
 
-def _values(run: Record, step: int, first: Record, written: Collection[str]) -> dict[str, Tensor]:
+def _values(
+    run: Record, step: int, of_first: RecordedStep, first: Record, written: Collection[str]
+) -> dict[str, Tensor]:
     """The numbers a step computes; parameters in `written` as if they had started as in the first run."""
-    values = {}
-    for name, (kind, tensor) in left_behind(run.moments[step]).items():
+    values: dict[str, Tensor] = {}
+    own = next((one for one in run.moments if one.moment == of_first.moment), None)
+    if own is None:
+        return values
+    for name, (kind, tensor) in left_behind(own).items():
         if kind is not NumberKind.PARAMETER:
             values[name] = tensor
         elif plain(name) in written:

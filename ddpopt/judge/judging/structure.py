@@ -16,7 +16,7 @@ from ddpopt.judge.judging import collectives
 from ddpopt.judge.judging.evidence import Break, Broken, Peer, RunEvidence, unlike_first
 from ddpopt.judge.judging.record import FINAL, RecordedStep, in_sight, is_rounded, plain, seen
 from ddpopt.judge.verdict import Finding
-from ddpopt.judge.visible import GRADIENT_OF, form_of, is_of_last_step
+from ddpopt.judge.visible import GRADIENT_OF, MOVED, form_of, is_of_last_step
 from ddpopt.judge.whole_step import WHOLE
 
 MISSING, UNTRAINED = "missing", "that of no trained parameter"
@@ -33,14 +33,17 @@ def structure(evidence: RunEvidence, rank: int) -> list[Finding]:
         A finding for every violation.
     """
     return [
-        Finding("L3", claim, _with_step(one), rank=rank, step=one.step, parameter=one.parameter)
+        Finding("L3", claim, _with_moment(one), rank=rank, step=one.step, parameter=one.parameter)
         for claim, holds in CLAIMS
         for one in holds(evidence)
     ]
 
 
-def _with_step(one: Break) -> str:
-    return one.message if one.step is None else f"step {one.step}: {one.message}"
+def _with_moment(one: Break) -> str:
+    if one.moment is None:
+        return one.message
+    extra = "" if one.step is not None else "extra step: "
+    return f"{extra}{one.moment}: {one.message}"
 
 
 # ------------------------------------------------------------------------------------- what each rank has
@@ -55,37 +58,41 @@ def _steps(evidence: RunEvidence) -> Broken:
 def _gradients(evidence: RunEvidence, *, missing: bool) -> Broken:
     """Gradients that exist on one side only, or that differ in form."""
     strides = evidence.mode.gives == "module"
-    for step, (got, eager) in _moments(evidence):
+    for moment, (got, eager) in _moments(evidence):
         for name, has, wants in _unlike(got.gradients, eager.gradients, strides=strides, absent=UNTRAINED):
             if missing == (not {MISSING, UNTRAINED}.isdisjoint((has, wants))):
-                yield Break(f"the gradient of {name} is {has}, in eager DDP {wants}", name, step)
+                yield Break(f"the gradient of {name} is {has}, in eager DDP {wants}", name, moment)
 
 
 def _others(evidence: RunEvidence) -> Broken:
     """Parameters and buffers: their form, and the values of integers, which do not round."""
-    for step, (got, eager) in _moments(evidence):
-        unlike = {name: (has, wants) for name, has, wants in _unlike(got.state, eager.state)}
+    for moment, (got, eager) in _moments(evidence):
+        # an engine may keep buffers of its own on the model
+        state = {name: tensor for name, tensor in got.state.items() if name in eager.state}
+        unlike = {name: (has, wants) for name, has, wants in _unlike(state, eager.state)}
         for name, (has, wants) in unlike.items():
-            yield Break(f"{name} is {has}, in eager DDP {wants}", name, step)
+            yield Break(f"{name} is {has}, in eager DDP {wants}", name, moment)
         has_buffers = evidence.mode.broadcasts_buffers or evidence.rank == 0  # only DDP broadcasts them
         for name, integers in eager.state.items() if has_buffers else ():
             if name not in unlike and not is_rounded(integers) and not torch.equal(got.state[name], integers):
-                yield Break(f"{name} holds different integers than in eager DDP", name, step)
+                yield Break(f"{name} holds different integers than in eager DDP", name, moment)
 
 
 def _random(evidence: RunEvidence) -> Broken:
-    for step, (got, eager) in _moments(evidence):
+    for moment, (got, eager) in _moments(evidence):
         if not torch.equal(got.random, eager.random):
-            yield Break("the random generator is in a different state than after eager's step", None, step)
+            yield Break("the random generator is in a different state than after eager's step", None, moment)
 
 
 def _seen(evidence: RunEvidence) -> Broken:
     """Other things a script can see: the form of each tensor; types, None and counts exactly."""
-    for step, (got, eager) in _moments(evidence):
+    for moment, (got, eager) in _moments(evidence):
         for name, has, wants in _unlike(seen(got), seen(eager)):
+            if name.endswith(MOVED) and evidence.mode.moves_parameters:
+                continue
             if in_sight(name, eager):
                 message = f"{name} is {has}, in eager DDP {wants}"
-                yield Break(message, plain(name) if name.startswith(FINAL) else None, step)
+                yield Break(message, plain(name) if name.startswith(FINAL) else None, moment)
 
 
 def _unlike(
@@ -113,22 +120,30 @@ def _memory(evidence: RunEvidence) -> Broken:
     moments = [eager for _, (_, eager) in _moments(evidence)]
     lasting = {pair for eager in moments for pair in eager.sharing or () if any(map(is_of_last_step, pair))}
     rewritten = {name for eager in moments for name in eager.written}
-    for step, (got, eager) in _moments(evidence):
+    for moment, (got, eager) in _moments(evidence):
         if got.sharing is None or eager.sharing is None:
             continue
         for one, other in sorted(got.sharing - eager.sharing - lasting):
             if not in_sight(one, eager) or not in_sight(other, eager):
                 continue
-            yield Break(f"{one} and {other} share memory; in eager DDP they do not", None, step)
+            yield Break(f"{one} and {other} share memory; in eager DDP they do not", None, moment)
         for one, other in sorted(eager.sharing - got.sharing):
             if not any(GRADIENT_OF in name or is_of_last_step(name) for name in (one, other)):
-                yield Break(f"{one} and {other} share no memory; in eager DDP they do", None, step)
+                yield Break(f"{one} and {other} share no memory; in eager DDP they do", None, moment)
         for name in sorted(set(got.written) - rewritten):
-            yield Break(f"writes to the {name} of the previous step; in eager DDP it does not", None, step)
+            yield Break(f"writes to the {name} of the previous step; in eager DDP it does not", None, moment)
 
 
-def _moments(evidence: RunEvidence) -> Iterator[tuple[int, tuple[RecordedStep, RecordedStep]]]:
-    return enumerate(zip(evidence.got.moments, evidence.eager.moments, strict=False))
+def _moments(evidence: RunEvidence) -> Iterator[tuple[str, tuple[RecordedStep, RecordedStep]]]:
+    return ((eager.moment, (got, eager)) for _, got, eager in evidence.got.beside(evidence.eager))
+
+
+def _growth(evidence: RunEvidence) -> Broken:
+    """A step that keeps tensors ends a long training."""
+    got = evidence.got.growth
+    eager = evidence.eager.growth
+    if got is not None and eager is not None and got > eager:
+        yield Break(f"each further step keeps {got} bytes of tensors, in eager DDP {eager}")
 
 
 def _agreement(evidence: RunEvidence) -> Broken:
@@ -137,7 +152,7 @@ def _agreement(evidence: RunEvidence) -> Broken:
         is_broadcast = evidence.mode.broadcasts_buffers or name in evidence.eager.steps[0].gradients
         if is_broadcast and (step, name) not in allowed:
             message = f"{name} differs between ranks 0 and {rank} after the step; it does not under eager DDP"
-            yield Break(message, name, step)
+            yield Break(message, name, f"step {step}")
 
 
 def _unequal(peers: Sequence[Peer]) -> dict[tuple[int, str], int]:
@@ -170,7 +185,7 @@ def _same_graphs(evidence: RunEvidence) -> Broken:
         return
     for rank, step, *graphs in unlike_first(evidence.peers, lambda peer: peer.graphs):
         theirs, ours = (", ".join(ids) or "nothing" for ids in graphs)
-        yield Break(f"rank {rank} compiled {theirs}, rank 0 {ours}", None, step)
+        yield Break(f"rank {rank} compiled {theirs}, rank 0 {ours}", None, f"step {step}")
 
 
 def _as_alone(evidence: RunEvidence) -> Broken:
@@ -181,7 +196,8 @@ def _as_alone(evidence: RunEvidence) -> Broken:
         return
     for step, (got, alone) in enumerate(zip(evidence.got.graphs_after, evidence.alone, strict=False)):
         if got != alone:
-            yield Break(f"{got} graphs were compiled by then, for the model alone {alone}", None, step)
+            message = f"{got} graphs were compiled by then, for the model alone {alone}"
+            yield Break(message, None, f"step {step}")
             return
 
 
@@ -196,6 +212,7 @@ CLAIMS: tuple[tuple[str, Callable[[RunEvidence], Broken]], ...] = (
         "tensors share memory where eager DDP's do and nowhere else, and none is written after its step",
         _memory,
     ),
+    ("no more memory kept by each step than in eager DDP", _growth),
     ("parameters and buffers equal on all ranks where they are in eager DDP", _agreement),
     ("the same buckets on every rank", collectives.same_buckets),
     ("every bucket reduced exactly once, in order", collectives.reduced_once),
@@ -204,6 +221,8 @@ CLAIMS: tuple[tuple[str, Callable[[RunEvidence], Broken]], ...] = (
     ("as many synchronized backwards as requested, and none under no_sync", collectives.synchronized),
     ("the reducer follows the plan", collectives.planned),
     ("the collectives that the engine promises", collectives.promised),
+    ("collectives only in process groups that the engine was given or made", collectives.in_own_groups),
+    ("no collectives without gradients except those that eager DDP sends", collectives.without_gradients),
     ("the same collectives as uncompiled, in the same order", collectives.as_uncompiled),
     ("something was compiled", _compiled),
     ("the same graphs on every rank, step by step", _same_graphs),

@@ -28,10 +28,10 @@ exec(compile("def fails(*_, **__): raise KeyError('this stage is broken')", FILE
 PLACES = {
     "engine": "ddpopt.judge.engine.Engine.gradients",
     "engine's state": "ddpopt.judge.engine.Engine.state",
-    "trainer": "ddpopt.judge.trainer._one_step",
-    "evaluation": "ddpopt.judge.trainer._evaluate",
+    "trainer": "ddpopt.judge.training._one_step",
+    "evaluation": "ddpopt.judge.training.evaluate",
     "sight": "ddpopt.judge.visible.Sight.after_step",
-    "record": "ddpopt.judge.trainer.RecordedStep",
+    "record": "ddpopt.judge.training.RecordedStep",
     "observation": "ddpopt.observation.observe.Observation.__exit__",
     "reference": "ddpopt.judge.judging.reference.Reference.__init__",
     "peers": "ddpopt.judge.judging.reference.peer_of",

@@ -139,7 +139,7 @@ def standing_in(reference: Reference, **changes: Any) -> Any:
 
 def bench_like(bench: Bench, **changes: Any) -> Any:
     """A bench of which a ladder asks no more than who judges what, and what failed."""
-    known: dict[str, Any] = {"unevaluated": "", "failures": [], "stalled": ""}
+    known: dict[str, Any] = {"unevaluated": "", "not_taken": {}, "failures": [], "stalled": ""}
     return SimpleNamespace(**{"ranks": bench.ranks, "subject": bench.subject, **known, **changes})
 
 

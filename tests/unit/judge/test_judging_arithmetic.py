@@ -14,6 +14,7 @@ from ddpopt.judge.judging.arithmetic import (
     arithmetic,
     arithmetic_of,
     centered_factor,
+    projection,
     tail_factor,
 )
 
@@ -95,8 +96,13 @@ def test_an_exact_gradient_may_be_off_by_its_own_rounding_alone() -> None:
 
 
 def test_what_rounding_may_hide_passes_with_a_note() -> None:
-    found = arithmetic((-TRUTH).float(), arithmetic_of(samples_of(TRUTH, 0.5), TRUTH))
+    known = arithmetic_of(samples_of(TRUTH, 0.5), TRUTH)
+    other = TRUTH.roll(1)
+    other -= TRUTH * projection(other, TRUTH)
+    found = arithmetic((TRUTH + other).float(), known)
     assert (found.right, found.note) == (True, HIDDEN)
+    # noise that is not of the truth's form does not hide what is
+    assert not arithmetic((-TRUTH).float(), known).right
     assert arithmetic(TRUTH.float(), arithmetic_of(SAMPLES, TRUTH)).note == ""
 
 
@@ -156,3 +162,45 @@ def test_where_only_some_eager_runs_overflow_nothing_is_asked() -> None:
         got = truth.float()
         got[3] = value
         assert arithmetic(got, known).right
+
+
+# ------------------------------------------------------------------------------------ biases, and small rows
+
+
+@pytest.mark.parametrize(("dtype", "factor"), [(torch.bfloat16, 1.05), (torch.float16, 1.01)])
+def test_a_factor_over_a_whole_tensor_is_found_although_each_element_is_within_its_bound(
+    dtype: torch.dtype, factor: float
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    truth = torch.randn(64, 64, generator=generator, dtype=torch.float64)
+
+    def computed() -> Tensor:
+        """As autocast computes: operands of few digits, a result of many."""
+        rounding = torch.rand(truth.shape, generator=generator, dtype=torch.float64) * 2 - 1
+        return (truth * (1 + 4 * torch.finfo(dtype).eps * rounding)).float()
+
+    known = arithmetic_of([computed() for _ in range(8)], truth)
+    assert all(arithmetic(computed(), known).right for _ in range(200))
+    biased = computed() * factor
+    found = arithmetic(biased, known)
+    assert not found.right
+    assert found.note == "its projection on the reference is not 1"
+
+
+def test_a_row_far_smaller_than_the_largest_has_bounds_of_its_own() -> None:
+    generator = torch.Generator().manual_seed(2)
+    sizes = torch.logspace(0, -9, 10, dtype=torch.float64).unsqueeze(1)
+    truth = torch.randn(10, 32, generator=generator, dtype=torch.float64) * sizes
+
+    def computed() -> Tensor:
+        rounding = torch.randn(truth.shape, generator=generator, dtype=torch.float64)
+        return (truth * (1 + 1e-6 * rounding)).float()
+
+    known = arithmetic_of([computed() for _ in range(8)], truth)
+    assert all(arithmetic(computed(), known).right for _ in range(200))
+    for row in range(1, 10):
+        for change in (torch.zeros_like, torch.neg, lambda values: values * 1.01):
+            wrong = computed()
+            wrong[row] = change(wrong[row])
+            found = arithmetic(wrong, known)
+            assert not found.right, (row, change)

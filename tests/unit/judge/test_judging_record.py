@@ -3,8 +3,15 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
-from ddpopt.judge.judging.record import FINAL, PARAMETER, NumberKind, Rules
+from ddpopt.judge.judging.record import FINAL, PARAMETER, Number, NumberKind, Rules
+
+ONE = torch.ones(())
+
+
+def number(kind: NumberKind, name: str, *, is_extra: bool = False) -> Number:
+    return Number(0, "two backwards" if is_extra else "step 0", name, kind, ONE, ONE, is_extra)
 
 
 @pytest.mark.parametrize(
@@ -22,12 +29,17 @@ from ddpopt.judge.judging.record import FINAL, PARAMETER, NumberKind, Rules
 def test_the_level_follows_from_what_a_number_depends_on(
     rules: Rules, forward: tuple[str, ...], gradient: tuple[str, ...], finished: tuple[str, ...]
 ) -> None:
-    assert rules.levels(NumberKind.FORWARD, "the loss") == forward
-    assert rules.levels(NumberKind.GRADIENT, "w") == gradient
-    assert rules.levels(NumberKind.FINISHED, FINAL + "w") == finished
-    assert rules.levels(NumberKind.PARAMETER, PARAMETER + "w") == ("L0",)
+    assert rules.levels(number(NumberKind.FORWARD, "the loss")) == forward
+    assert rules.levels(number(NumberKind.GRADIENT, "w")) == gradient
+    assert rules.levels(number(NumberKind.FINISHED, FINAL + "w")) == finished
+    assert rules.levels(number(NumberKind.PARAMETER, PARAMETER + "w")) == ("L0",)
     # a parameter that something else writes to; a gradient that DDP leaves alone, so no sum over ranks
     others = replace(rules, written=frozenset({"w"}), ignored=frozenset({"w"}))
-    assert rules.shards or others.levels(NumberKind.PARAMETER, PARAMETER + "w") == finished
-    assert others.levels(NumberKind.GRADIENT, "w") == forward
-    assert others.levels(NumberKind.GRADIENT, "bias") == gradient
+    assert rules.shards or others.levels(number(NumberKind.PARAMETER, PARAMETER + "w")) == finished
+    assert others.levels(number(NumberKind.GRADIENT, "w")) == forward
+    assert others.levels(number(NumberKind.GRADIENT, "bias")) == gradient
+    # of an extra step the sums over ranks are not known, and it is another number than that of the steps
+    extra = number(NumberKind.GRADIENT, "w", is_extra=True)
+    assert rules.levels(extra) == finished or rules.shards
+    assert replace(rules, unstable=frozenset({"w"})).levels(extra) == rules.levels(extra)
+    assert replace(rules, unstable=frozenset({"two backwards: w"})).levels(extra) == ("L2",)

@@ -75,7 +75,8 @@ def test_runs_are_perturbed_in_different_ways_and_each_repeats() -> None:
 
 def record_of(gradient: Tensor, start: Tensor, change: float = -0.5) -> Record:
     state = {"w": start + change}
-    step = RecordedStep(gradient.sum(), {"w": gradient}, state, torch.zeros(0), {"norm": gradient.norm()})
+    extras = {"norm": gradient.norm()}
+    step = RecordedStep("step 0", gradient.sum(), {"w": gradient}, state, torch.zeros(0), extras)
     return Record({"w": start}, steps=[replace(step, final={"w": gradient / 2}, late=frozenset({"norm"}))])
 
 

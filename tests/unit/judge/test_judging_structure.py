@@ -141,6 +141,15 @@ MUTANTS: dict[str, dict[str, Change]] = {
             evaluation=replace(e.got.moments[3], random=torch.zeros(1, dtype=torch.uint8))
         )(e),
     },
+    "collectives only in process groups that the engine was given or made": {
+        "a collective for everybody": with_got(foreign=("allreduce of 4 bytes of float32",)),
+    },
+    "no collectives without gradients except those that eager DDP sends": {
+        "an evaluation that reduces": lambda e: with_got(
+            evaluation=replace(e.got.moments[3], sent=("allreduce of 4 bytes of float32",))
+        )(e),
+    },
+    "no more memory kept by each step than in eager DDP": {"a leak": with_got(growth=4)},
     "everything that a script can see has eager DDP's form, and hooks run as often and as early": {
         "an output without gradient": with_more("extras", "form of output", "torch.float32")
     },

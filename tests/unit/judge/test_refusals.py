@@ -60,8 +60,9 @@ def of_two_models() -> None:
 def drawing() -> None:
     model = nn.Dropout(0.5)
     trainer = SimpleNamespace(
-        other=None, place=None, updates=None, step=0, ddp=None, inputs=lambda part: ((), {}),
-        sight=SimpleNamespace(calls=lambda *_: None), parallel=SimpleNamespace(model=model),
+        other=None, place=None, updates=SimpleNamespace(optimizer=None), step=0, ddp=None,
+        inputs=lambda part: ((), {}), sight=SimpleNamespace(calls=lambda *_: None),
+        parallel=SimpleNamespace(model=model),
     )  # fmt: skip
     step = whole_step(trainer, lambda seen: [seen.loss(part) for part in (0, 1)], lambda _: nothing)  # type: ignore[arg-type]  # returns what is ignored
     step()
