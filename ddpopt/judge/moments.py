@@ -252,6 +252,9 @@ def bytes_of_tensors() -> int:
     sizes: dict[int, int] = {}
     for each in gc.get_objects():
         if type(each) in (Tensor, nn.Parameter, nn.Buffer) and each.layout is torch.strided:
-            storage = each.untyped_storage()
-            sizes[storage.data_ptr()] = storage.nbytes()
+            with contextlib.suppress(
+                NotImplementedError
+            ):  # a wrapper of functorch, without memory of its own
+                storage = each.untyped_storage()
+                sizes[storage.data_ptr()] = storage.nbytes()
     return sum(sizes.values())

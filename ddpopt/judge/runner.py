@@ -23,6 +23,7 @@ from ddpopt.errors import UsageError
 from ddpopt.explanation.rehearsal import generators_kept
 from ddpopt.judge.engine import Engine
 from ddpopt.judge.judge import GIVES, JUDGE_FAILED
+from ddpopt.judge.judging.failing import FailedAloneError
 from ddpopt.judge.meshes import require_parts
 from ddpopt.judge.modes import mode, mode_of
 from ddpopt.judge.options import option
@@ -38,7 +39,7 @@ from ddpopt.judge.trials import (
     requested_trials,
     run_trials,
 )
-from ddpopt.judge.verdict import Location, Status, Trial, Verdict
+from ddpopt.judge.verdict import Finding, Location, Status, Trial, Verdict
 from ddpopt.ranks.failures import RanksFailed
 from ddpopt.ranks.group import COLLECTIVE_LIMIT_S, joined, under_torchrun
 from ddpopt.ranks.pool import launch
@@ -170,6 +171,7 @@ class Attempts:
         self._task = (on_rank, requests, settings)
         self._notify = tell
         self._running: Started | None = None
+        self._began_s = time.monotonic()
 
     def run(self, nproc: int, limit_s: float, device: str | None) -> tuple[Trial, ...]:
         """Judge everything.
@@ -209,14 +211,25 @@ class Attempts:
         If eager DDP was running, these are all modes of that case under that option; otherwise the running
         trial and, unless it only raised, the same mode under the same option on later cases.
         """
-        case, one = began.case, [began.index]
+        case = began.case
+        seconds = round(time.monotonic() - self._began_s, 1)
+        culprit = failed.culprits[0]
+        of_program = FailedAloneError.__name__ in culprit.error
+        known: dict[str, Any] = {"case": case, "seconds": seconds}
         if not began.mode:
-            what = JUDGE_FAILED if failed.exit_code == 1 else f"eager DDP itself did not end here, on {case}"
-            self._end(self._left("case", "option", began.index), case=case, reason=f"{what}: {failed}")
+            what = f"eager DDP itself did not end here, on {case}"
+            if failed.exit_code == 1:
+                what = "eager DDP itself fails here" if of_program else JUDGE_FAILED
+                known["status"] = Status.NOT_POSSIBLE if of_program else Status.BROKEN
+            self._end(self._left("case", "option", began.index), **known, reason=f"{what}: {failed}")
+        elif of_program:
+            text = culprit.error.partition(f"{FailedAloneError.__name__}: ")[2]
+            finding = Finding("run", "the step runs", text, rank=culprit.rank)
+            self._end([began.index], **known, status=Status.WRONG, findings=(finding,))
         elif failed.exit_code == 1:  # what a program raises is caught where it runs
-            self._end(one, case=case, reason=f"{JUDGE_FAILED}: {failed}")
+            self._end([began.index], **known, reason=f"{JUDGE_FAILED}: {failed}")
         else:
-            self._end(one, case=case, reason=str(failed))
+            self._end([began.index], **known, reason=str(failed))
             reason = f"not tried again: it crashed the ranks on {case}"
             self._end(self._left("option", "mode", began.index), reason=reason)
 
@@ -238,6 +251,7 @@ class Attempts:
             self.device = event
         elif isinstance(event, (Started, Ended)):
             self._running = event if isinstance(event, Started) else None
+            self._began_s = time.monotonic()
             if isinstance(event, Ended):
                 self.trials[event.index] = event.trial
                 self.done.add(event.index)

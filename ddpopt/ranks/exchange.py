@@ -49,11 +49,12 @@ class Exchange:
         self._limit_s = limit_s
         self._round = 0
 
-    def gather(self, value: bytes) -> list[bytes]:
+    def gather(self, value: bytes, limit_s: float | None = None) -> list[bytes]:
         """Send every rank's value to every rank; each rank must call it.
 
         Args:
             value: the value of this rank.
+            limit_s: how long this rank waits, in seconds; by default the limit of each round.
 
         Returns:
             The values, by rank.
@@ -63,7 +64,8 @@ class Exchange:
         """
         self._round += 1
         self._put(value)
-        self._await([self._key(rank) for rank in self._ranks])
+        limit_s = self._limit_s if limit_s is None else limit_s
+        self._await([self._key(rank) for rank in self._ranks], limit_s)
         pieces = [int(self._store.get(self._key(rank))) for rank in self._ranks]
         values = [b"".join(map(self._store.get, self._keys(rank, pieces[rank]))) for rank in self._ranks]
         if self._store.add(f"{self._round} read", 1) == len(self._ranks):
@@ -86,15 +88,16 @@ class Exchange:
             self._store.set(key, value[start : start + PIECE_BYTES])
         self._store.set(self._key(self._rank), str(len(starts)))  # written last, when the value is complete
 
-    def _await(self, keys: Sequence[str]) -> None:
+    def _await(self, keys: Sequence[str], limit_s: float) -> None:
         """Poll instead of waiting inside C, so that stacks show this frame and lost ranks are noticed."""
-        deadline, pause_s = time.monotonic() + self._limit_s, FIRST_POLL_S
+        deadline = time.monotonic() + limit_s
+        pause_s = FIRST_POLL_S
         while not self._store.check(list(keys)):
             # Checked before the keys: a rank that leaves in between may have written its value first.
             left, late = self._store.check([LEFT]), time.monotonic() > deadline
             missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
             if missing and (left or late):
-                why = f"no value arrived within {self._limit_s:g} s"
+                why = f"no value arrived within {limit_s:g} s"
                 raise self._missing(missing, f"rank {int(self._store.get(LEFT))} left" if left else why)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, SLOWEST_POLL_S)

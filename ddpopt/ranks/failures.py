@@ -16,7 +16,11 @@ from ddpopt.errors import InfrastructureError, numbered
 Kind = Literal["raised", "died", "stalled", "ended"]
 
 SHOWN_STACK_LINES = 40
+SHOWN_LINES_OF_OTHERS = 8
+"""Of each thread but the main one."""
 SHOWN_OUTPUT_LINES = 20
+NOT_THE_USERS = ("/torch/", "/ddpopt/", "/lib/python3", "<string>", "<frozen")
+MARK = "   <-- the first frame outside of torch and ddpopt"
 SHOWN_CHARACTERS = 400
 
 # Messages of a collective whose peer left or never arrived. Gloo raises a plain RuntimeError.
@@ -99,9 +103,8 @@ class RankFailure:
 def _innermost_path(stacks: str) -> str:
     """The file of the main thread's innermost frame, from stacks that faulthandler wrote."""
     for stack in stacks.split("\n\n"):
-        frames = list(FRAME.finditer(stack))
-        if frames and frames[-1]["function"] == "<module>":
-            return frames[0]["path"]
+        if _is_of_main_thread(stack):
+            return next(FRAME.finditer(stack))["path"]
     return ""
 
 
@@ -164,16 +167,49 @@ def _accounts(failures: Sequence[RankFailure]) -> list[str]:
     """What happened on each rank; ranks with the same text are listed together."""
     ranks: dict[str, list[RankFailure]] = {}
     for failure in failures:
-        stack = _quote(THREAD.sub("Thread", failure.stack), SHOWN_STACK_LINES)
-        evidence = stack + _quote(failure.output, SHOWN_OUTPUT_LINES)
+        evidence = _quote(_evidence(failure)) + _quote(_last(failure.output, SHOWN_OUTPUT_LINES))
         error = f": {failure.error}" if failure.kind == "raised" else ""
         ranks.setdefault(f"{failure.how} in {failure.what!r}{error}{evidence}", []).append(failure)
     return [f"{_ranks(group)} {account}" for account, group in ranks.items()]
 
 
-def _quote(text: str, at_most: int) -> str:
-    """The last lines of a text, indented, each on a new line."""
-    return "".join(f"\n    {line}".rstrip(" ") for line in text.strip("\n").splitlines()[-at_most:])
+def _evidence(failure: RankFailure) -> str:
+    """The part of a rank's stacks that says most: around the innermost frames, of the main thread first."""
+    if failure.kind == "raised":  # a traceback, whose innermost frame is last
+        return _last(failure.stack, SHOWN_STACK_LINES)
+    stacks = [stack for stack in THREAD.sub("Thread", failure.stack).split("\n\n") if stack.strip()]
+    stacks.sort(key=lambda stack: not _is_of_main_thread(stack))  # stable: the others keep their order
+    if not stacks:
+        return ""
+    first, *others = stacks
+    lines = _marked(first).splitlines()[:SHOWN_STACK_LINES]
+    for stack in others:
+        own = stack.strip("\n").splitlines()[:SHOWN_LINES_OF_OTHERS]
+        if len(lines) + len(own) < SHOWN_STACK_LINES:
+            lines += ["", *own]
+    return "\n".join(lines)
+
+
+def _is_of_main_thread(stack: str) -> bool:
+    frames = list(FRAME.finditer(stack))
+    return bool(frames) and frames[-1]["function"] == "<module>"
+
+
+def _marked(stack: str) -> str:
+    """A stack whose innermost frame outside of torch, ddpopt and Python is marked."""
+    for frame in FRAME.finditer(stack):
+        if not any(part in frame["path"] for part in NOT_THE_USERS):
+            return f"{stack[: frame.end()]}{MARK}{stack[frame.end() :]}".strip("\n")
+    return stack.strip("\n")
+
+
+def _last(text: str, at_most: int) -> str:
+    return "\n".join(text.strip("\n").splitlines()[-at_most:])
+
+
+def _quote(text: str) -> str:
+    """The lines of a text, indented, each on a new line."""
+    return "".join(f"\n    {line}".rstrip(" ") for line in text.strip("\n").splitlines())
 
 
 def _advice(guilty: Sequence[RankFailure]) -> list[str]:

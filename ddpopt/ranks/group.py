@@ -51,13 +51,14 @@ class Ranks:
     _limits: Limits = field(default_factory=Limits, repr=False, compare=False)
     _send: Callable[[object], None] = field(default=lambda _: None, repr=False, compare=False)
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: Any, limit_s: float | None = None) -> list[Any]:
         """Send every rank's value to every rank; each rank must call it.
 
         It uses no process group, so it works even if one is broken.
 
         Args:
             value: anything that cloudpickle can pickle.
+            limit_s: how long this rank waits, in seconds; by default that of the whole group.
 
         Returns:
             The values, by rank.
@@ -66,7 +67,8 @@ class Ranks:
             InfrastructureError: a rank left, or did not arrive in time.
         """
         # Pickled here because only cloudpickle can handle the classes of a user's script.
-        return [cloudpickle.loads(data) for data in self._exchange.gather(cloudpickle.dumps(value))]
+        values = self._exchange.gather(cloudpickle.dumps(value), limit_s)
+        return [cloudpickle.loads(data) for data in values]
 
     def leave(self) -> None:
         """Announce to the other ranks that this one failed, so that none waits for its value."""

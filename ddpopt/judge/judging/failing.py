@@ -47,6 +47,12 @@ CALLS = frozenset(
     ]
 )
 """Functions of the judge, by file, that call the program."""
+PASSED_THROUGH = ("launches.py", "__torch_dispatch__")
+"""The function of the judge that every operator of a watched program is called through."""
+
+
+class FailedAloneError(Exception):
+    """The program failed on this rank, while its peers went on waiting for it."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +101,8 @@ def is_of_judge(error: BaseException) -> bool:
     """
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename)
-        if path.is_relative_to(TORCH) or frame.filename.startswith("<"):
+        is_passage = (path.name, frame.name) == PASSED_THROUGH
+        if path.is_relative_to(TORCH) or frame.filename.startswith("<") or is_passage:
             continue
         if not any(path.is_relative_to(folder) for folder in JUDGES):
             return False

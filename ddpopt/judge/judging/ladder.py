@@ -46,8 +46,8 @@ NOT_REPRODUCED = (
 NOT_EVALUATED = "evaluation was not compared, because eager DDP fails in it: {reason}"
 NOT_TAKEN = "an extra step was left out, because eager DDP fails in it: {name}: {reason}"
 RESUMMED = (
-    "judged at L2, because the compiled graph is cut, one backward runs through several, or reduced gradients "
-    "are added up: gradients may be summed in a different order"
+    "judged at L2, because the compiled graph is cut, one backward runs through several, or reduced "
+    "gradients are added up: gradients may be summed in a different order"
 )
 NOT_FINITE = "eager itself computes NaN or infinity, and the same values are expected in the same places"
 CLAIM = {

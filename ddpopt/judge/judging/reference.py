@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch import nn
 
 from ddpopt.cases.case import Case
-from ddpopt.errors import UnsupportedError
+from ddpopt.errors import InfrastructureError, UnsupportedError
 from ddpopt.judge.compare import Sum, bitwise, contribution, exact
 from ddpopt.judge.engine import Engine, Gradients, Named
 from ddpopt.judge.judging.arithmetic import Arithmetic
 from ddpopt.judge.judging.evidence import Peer, peer_of
-from ddpopt.judge.judging.failing import Failure, failure_of, own_of, stalled, told
+from ddpopt.judge.judging.failing import FailedAloneError, Failure, failure_of, own_of, stalled, told
 from ddpopt.judge.judging.record import Record, pairs
 from ddpopt.judge.judging.rounding import (
     SAMPLES,
@@ -49,6 +49,8 @@ RESUMED = 1
 """Steps before a checkpoint."""
 CHEAP = ("eager", "aot_eager")
 """Backends that generate no code, with which one more graph costs little."""
+PATIENCE_S = 10.0
+"""For peers of a rank that failed on its own: a collective of a group that it cannot close may hold them."""
 CALM_LIMIT_S = 300.0
 """In the comparison's own group no mode can cause a failure; a rank may just be busy for a long time."""
 
@@ -152,10 +154,19 @@ class Bench:
             # Peers learn of a failure from closed connections, so no reference to the group may remain.
             del group
             gc.collect()
-        self.failures = [other for other in self.ranks.gather(failure) if other is not None]
+        self.failures = [other for other in self._gathered(failure) if other is not None]
         if record is not None and not self.failures and resumes:
             return self._resumed(record, later, how)
         return None if self.failures else record
+
+    def _gathered(self, failure: Failure | None) -> list[Failure | None]:
+        """How each rank failed, if it did; a rank that failed on its own does not wait for long."""
+        if failure is None or failure.lost:
+            return self.ranks.gather(failure)
+        try:
+            return self.ranks.gather(failure, PATIENCE_S)
+        except InfrastructureError as error:
+            raise FailedAloneError(f"{failure.text}; the other ranks waited for this one") from error
 
     def _extras_of(self, how: Engine, backend: Any) -> list[str]:
         """The extra steps of a run: all that eager takes, where compiling what is new for them is cheap."""
