@@ -29,6 +29,7 @@ TWO_BACKWARDS = "two backwards"
 UNREDUCED = "the last step under no_sync"
 CHANGES = "list of what it changed"
 FURTHER_STEPS = 4
+Sent = tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -36,47 +37,51 @@ class Extra:
     """An extra step.
 
     Attributes:
-        take: runs it.
+        take: runs it, and returns the collectives of what needs no gradients in it.
         compiles: whether Dynamo may compile a graph for it that no step before it needed.
     """
 
-    take: Callable[[Trainer], None]
+    take: Callable[[Trainer], Sent]
     compiles: bool = False
 
 
-def evaluation_between(trainer: Trainer) -> None:
+def evaluation_between(trainer: Trainer) -> Sent:
     """Evaluate the model on other data between a forward and its backward."""
     loss = trainer.loss()
     with evaluating(trainer.parallel.model), torch.no_grad():
-        trainer.forward(part=1)
+        sent = trainer.noting(lambda: trainer.forward(part=1))
     trainer.backward(loss)
+    return sent
 
 
-def two_backwards(trainer: Trainer) -> None:
+def two_backwards(trainer: Trainer) -> Sent:
     """Two forwards, each with a reduced backward of its own; the gradients add up."""
     for part in (0, 1):
         trainer.backward(trainer.loss(part))
+    return ()
 
 
-def in_evaluation_mode(trainer: Trainer) -> None:
+def in_evaluation_mode(trainer: Trainer) -> Sent:
     """A forward and a backward of a model in evaluation mode, as in fine-tuning with frozen statistics."""
     with evaluating(trainer.parallel.model):
         trainer.backward(trainer.loss())
+    return ()
 
 
-def without_gradients(trainer: Trainer) -> None:
+def without_gradients(trainer: Trainer) -> Sent:
     """A forward of a model in training mode without gradients."""
     with torch.no_grad():
-        trainer.forward()
+        return trainer.noting(trainer.forward)
 
 
-def with_a_smaller_batch(trainer: Trainer) -> None:
+def with_a_smaller_batch(trainer: Trainer) -> Sent:
     """A step on fewer samples, as at the end of an epoch."""
     trainer.resized = smaller_batch
     try:
         trainer.backward(trainer.loss())
     finally:
         trainer.resized = None
+    return ()
 
 
 def further_steps(trainer: Trainer) -> None:
@@ -101,6 +106,7 @@ EXTRAS: dict[str, Extra] = {
 }
 FURTHER = "further steps"
 NAMES = (*EXTRAS, FURTHER)
+"""All extra steps in their order: those that may compile, and then may be left out, come last."""
 
 
 class ExtraStepError(Exception):
@@ -134,7 +140,7 @@ def extra_step(trainer: Trainer, name: str) -> None:
         if name == FURTHER:
             further_steps(trainer)
             return
-        sent = trainer.noting(lambda: EXTRAS[name].take(trainer))
+        sent = EXTRAS[name].take(trainer)
     except Exception as error:
         raise ExtraStepError(name) from error
     random = random_state(trainer.place.device)

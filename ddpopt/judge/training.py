@@ -55,12 +55,13 @@ def train(course: Course, mode: Engine, place: Place) -> Record:
                     trainer.parallel.load(course.follow[trainer.step])
                 _one_step(trainer, course.option, take, update)
         trainer.is_training = False
-        if course.option.probes and trainer.ddp is not None:
-            probe(trainer, course.option)
         if course.evaluate:
             evaluate(trainer)
         for name in course.extras:
             extra_step(trainer, name)
+        # last, as not every engine does it: a model that counts its forwards must count alike until here
+        if course.option.probes and trainer.ddp is not None:
+            probe(trainer, course.option)
         if course.option.resumes:
             trainer.record.checkpoint = course.steps, trainer.parallel.state(), trainer.updates.state()
         return trainer.record

@@ -223,7 +223,8 @@ class Sight:
                 tensor.grad = None
         self._held = dict(self._keepers())
         self._process = process_state()
-        self._places = {name: _place(parameter) for name, parameter in self._model.named_parameters()}
+        if not self._places:  # later, an optimizer may have moved them
+            self._places = {name: _place(parameter) for name, parameter in self._model.named_parameters()}
         self._steps += 1
 
     def calls(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

@@ -45,7 +45,7 @@ class RecordedStep:
         sharing: pairs of names that share memory; None if the reducer has no part in that.
         written: values that a script may have kept from the previous step and that this one wrote to.
         optimizer: the state of the optimizer after the step, such as ``"momentum_buffer of layer.weight"``.
-        sent: the collectives of an evaluation or an extra step.
+        sent: the collectives of an evaluation, or of what needs no gradients in an extra step.
     """
 
     moment: str
