@@ -35,6 +35,11 @@ FALSE_ALARM = 1e-6
 """Probability that a right gradient is called wrong at L2, if it has a single element and normal errors."""
 CREDIBLE = 10.0
 """A float64 reference this many times further from eager than eager's own spread took another path."""
+COARSE = 1e-4
+"""A relative unit of rounding above this is that of a dtype in which scalars are not computed."""
+COARSE_SCALARS = 4.0
+FINE_SCALARS = 64.0
+"""Roundings of a scalar, in units in the last place, that a whole tensor may have in common."""
 OCTAVES = 6
 """Rows that differ by more than this power of 2 are of different size."""
 NOISE = "nothing but noise"
@@ -134,9 +139,13 @@ class Arithmetic:
 
     @property
     def scale_bound(self) -> float:
-        """How far the projection on the truth may be from 1: a bias of all elements does not average out."""
+        """How far the projection on the truth may be from 1: a bias of all elements does not average out.
+
+        A scalar that all elements have in common, such as the 1 / n of a mean, may be rounded a few times.
+        """
         size = rms(self.truth)
-        return self.factor * self.scale + (rms(self.floor) / size if size else math.inf)
+        unit = rms(self.floor) / size if size else math.inf
+        return self.factor * self.scale + unit * (COARSE_SCALARS if unit > COARSE else FINE_SCALARS)
 
     @property
     def rms_bound(self) -> float:

@@ -1,4 +1,4 @@
-"""ddpopt.judge.runner: ranks that fail are started again, within one limit, and every trial gets a status.
+"""ddpopt.judge.attempts: ranks that fail are started again, within one limit, and every trial gets a status.
 
 The ranks are played by functions that emit what ranks would.
 """
@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from ddpopt.judge import runner
+from ddpopt.judge import attempts
+from ddpopt.judge.attempts import Attempts
 from ddpopt.judge.judge import JUDGE_FAILED
-from ddpopt.judge.runner import Attempts
 from ddpopt.judge.trials import Ended, Request, Settings, Started
 from ddpopt.judge.verdict import Status, Trial
 from ddpopt.ranks.failures import RankFailure, RanksFailed
@@ -77,8 +77,8 @@ def fails(failure: RanksFailed, index: int, *judged: int, mode: str = "", after_
 def attempt(monkeypatch: pytest.MonkeyPatch) -> Attempt:
     def run(*plays: Play, limit_s: float = 3600) -> tuple[Stage, tuple[Trial, ...]]:
         stage = Stage(plays)
-        monkeypatch.setattr(runner, "launch", stage.launch)
-        monkeypatch.setattr(runner, "time", stage)
+        monkeypatch.setattr(attempts, "launch", stage.launch)
+        monkeypatch.setattr(attempts, "time", stage)
         return stage, Attempts(REQUESTS, Settings("eager"), lambda _: None).run(2, limit_s, None)
 
     return run
