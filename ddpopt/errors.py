@@ -13,10 +13,15 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
     >>> did_you_mean("toch", ["eager", "torch"])
     "; did you mean 'torch'?"
+    >>> did_you_mean("inlin", ["eager", "ddpopt-inline"])
+    "; did you mean 'ddpopt-inline'?"
     >>> did_you_mean("x", ["eager", "torch"])
     ''
     """
-    near = difflib.get_close_matches(name, list(known))
+    names = list(known)
+    near = difflib.get_close_matches(name, names) or [
+        each for each in names if len(name) > 2 and name in each
+    ]
     return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 

@@ -104,6 +104,7 @@ def _options(
 @app.command(cls=_Command, short_help="Show the plan, DDP's own buckets, and torch's DDPOptimizer.")
 def explain(
     target: given.Target,
+    strategy: given.Strategy = "auto",
     ddp: given.Ddp = None,
     profile: given.Profile = None,
     link: given.LinkFile = None,
@@ -116,7 +117,8 @@ def explain(
     from ddpopt.explanation.explain import explain_case
 
     case = _case(target, ddp)
-    explanation = explain_case(case, case.ddp_kwargs)
+    planned: Any = "inline" if strategy == "step" else strategy  # a step's graph is known when it is captured
+    explanation = explain_case(case, case.ddp_kwargs, planned)
     if profile is not None or link is not None:
         explanation = explanation.predicted(profile, link)
     show(str(explanation), explanation.to_json(), json)

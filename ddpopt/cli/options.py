@@ -66,6 +66,9 @@ Reports = Annotated[
 Nproc = Annotated[
     int, typer.Option(help="Number of ranks; verify, matrix, tune and link use torchrun's, if any.")
 ]
+Strategy = Annotated[
+    str, typer.Option(help="auto, inline, split, or step, of which the buckets are those of inline.")
+]
 Mesh = Annotated[
     str | None,
     typer.Option(metavar="COPIESxPARTS", help="Instead of --nproc, such as 2x2: DDP and tensor parallelism."),
@@ -190,12 +193,13 @@ def chosen(text: str | None, known: Iterable[str], option: str) -> tuple[str, ..
     Raises:
         UsageError: a name is unknown.
     """
-    from ddpopt.judge.modes import named  # imports torch
+    from ddpopt.judge.modes import full_name, named  # imports torch
 
     names = dict.fromkeys(known)
     if text is None or text == "all":
         return tuple(names) if text else ()
-    found = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+    parts = [part.strip() for part in text.split(",")]
+    found = tuple(dict.fromkeys(part if part in names else full_name(part) for part in parts))
     for name in found:
         named(name, names, option)
     return found

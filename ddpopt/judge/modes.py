@@ -141,6 +141,7 @@ MODES: tuple[Engine, ...] = (
     Accelerated("accelerate", "Accelerate"),
     Fabricated("fabric", "Lightning Fabric"),
 )
+STRATEGIES = ("split", "inline", "step", "auto")
 LOCAL = Local("local", "the model alone, nothing reduced")
 
 
@@ -173,7 +174,13 @@ def mode(given: str | Engine, given_as: str = "mode") -> Engine:
     if ":" in given:
         return _made(given, imported(given))
     known = {each.name: each for each in MODES}
-    return named(given, known if given in known else known | _registered(), given_as)
+    name = full_name(given)
+    return named(name, known if name in known else known | _registered(), given_as)
+
+
+def full_name(name: str) -> str:
+    """The name of a mode; a strategy stands for the mode that runs it."""
+    return mode_of(name) if name in STRATEGIES else name
 
 
 def _made(name: str, found: Any) -> Engine:
@@ -206,7 +213,7 @@ def _loaded(point: EntryPoint) -> Any:
 
 def mode_of(strategy: str) -> str:
     """Name the mode that runs a strategy: ``inline`` and ``auto`` differ only in what is logged."""
-    modes = {each: f"ddpopt-{each}" for each in ("split", "inline", "step")} | {"auto": "ddpopt-inline"}
+    modes = {each: f"ddpopt-{each}" for each in STRATEGIES} | {"auto": "ddpopt-inline"}
     return named(strategy, modes, "strategy")
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ddpopt.errors import UnsupportedError, UsageError
 from ddpopt.planning.bucket_rule import ParamSpec, specs_from_ddp
@@ -97,6 +98,20 @@ def require_no_hooks(names: Iterable[str], inputs: Iterable[Any]) -> None:
     for name, each in zip(names, inputs, strict=True):
         if any(getattr(each, kind, None) for kind in hooks):
             raise UnsupportedError(f"{WHAT} does not support hooks on {name}; {INSTEAD}")
+
+
+def require_no_modes() -> None:
+    """Check that no mode of torch watches operators; raises UnsupportedError.
+
+    Dynamo compiles nothing under one, and remembers that for later calls.
+    """
+    active = [mode for mode in _get_current_dispatch_mode_stack() if not mode.is_infra_mode()]
+    modes = [type(mode).__name__.strip("_") for mode in active]
+    if modes:
+        raise UnsupportedError(
+            f"{WHAT} cannot run under {modes[-1]}, as Dynamo compiles nothing there; call the step outside "
+            f"of it, and the undecorated function inside it, or {INSTEAD}"
+        )
 
 
 def broadcast_buffers(ddp: Any) -> None:

@@ -28,7 +28,7 @@ from ddpopt.step.failures import agree, reported
 from ddpopt.step.fallback import inline
 from ddpopt.step.graphs import Captured, capture
 from ddpopt.step.overrides import Swap, passed, replacements, swapped
-from ddpopt.step.replicas import require_no_hooks, require_supported, source_name
+from ddpopt.step.replicas import require_no_hooks, require_no_modes, require_supported, source_name
 from ddpopt.step.settings import RUNNING, WHAT, StepSettings
 from ddpopt.step.tracing import Seen, traceable
 
@@ -96,6 +96,7 @@ class TrainStep:
             self._compiled = self._uncompiled()  # its graphs have other buckets, or send in another group
             self._compiled_for.clear()
         try:
+            require_no_modes()
             with reported(name), traceable(self._seen), swapped(self._swaps):
                 return self._compiled(*args, **kwargs)
         except DdpoptError as error:

@@ -20,6 +20,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
 import ddpopt
 from ddpopt.ddp.impose import imposed_plan
@@ -618,6 +619,18 @@ def test_what_cannot_be_captured_is_said_and_leaves_everything_as_it_was(ranks: 
     assert dict(vars(model)) == flags[2]
     assert all(map(torch.equal, model.parameters(), before))
     assert all(type(each) is nn.Parameter for each in model.parameters())
+
+
+def test_a_mode_that_watches_operators_is_refused_and_does_no_harm(ranks: Ranks) -> None:
+    model = DDP(Net())
+    optimizer, step = sgd()(model), ddpopt.train_step(plain, backend="aot_eager")
+    x = torch.ones(2, WIDTH)
+    before = [each.detach().clone() for each in model.parameters()]
+    with FlopCounterMode(display=False), pytest.raises(UnsupportedError, match="under FlopCounterMode"):
+        step(model, optimizer, x, x)
+    assert all(map(torch.equal, model.parameters(), before))
+    step(model, optimizer, x, x)
+    assert len(step.graphs) == 1
 
 
 def test_a_fallback_is_eager_around_a_compiled_model(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:

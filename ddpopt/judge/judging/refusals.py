@@ -28,6 +28,7 @@ class Refusal:
 HERE = "unit/judge/test_refusals.py::test_each_refusal_is_known_by_its_row"
 CAPTURED = "multigpu/test_step.py::test_what_cannot_be_captured_is_said_and_leaves_everything_as_it_was"
 LATER = "multigpu/test_step.py::test_what_a_later_step_would_ignore_is_an_error_each_time"
+MODES = "multigpu/test_step.py::test_a_mode_that_watches_operators_is_refused_and_does_no_harm"
 OPTIONS = "`step` of its own, but no `optimizer`"
 REFUSALS: tuple[Refusal, ...] = (
     # engines
@@ -79,6 +80,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(r"fused=True\), one opaque kernel", "step.md", "has a fused optimizer", CAPTURED),
     Refusal(r"holds no parameter of", "step.md", "has an optimizer of other parameters only", CAPTURED),
     Refusal(r"does not support hooks on", "step.md", "hooks on parameters or inputs", CAPTURED),
+    Refusal(r"train_step cannot run under ", "step.md", "under a `TorchDispatchMode`", MODES),
     Refusal(r"does not support that .* uses ", "step.md", "uses a communication hook", LATER),
     Refusal(r"parameters of .* were replaced", "step.md", "parameters were replaced", LATER),
     Refusal(r"has sparse gradients", "step.md", "sparse gradients", HERE),

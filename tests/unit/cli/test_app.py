@@ -71,7 +71,7 @@ def test_ddps_arguments_override_the_cases_own(
     case: str, given: list[str], received: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[dict[str, object]] = []
-    monkeypatch.setattr(explaining, "explain_case", lambda _, ddp_kwargs: found.append(ddp_kwargs))
+    monkeypatch.setattr(explaining, "explain_case", lambda _, ddp_kwargs, strategy: found.append(ddp_kwargs))
     run("explain", case, *(word for each in given for word in ("--ddp", each)))
     assert found == [received]
 
