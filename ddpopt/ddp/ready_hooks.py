@@ -165,6 +165,20 @@ def registered(register: Callable[[Callable[..., None]], Any]) -> Any:
     return handle.hooks_dict_ref()
 
 
+def users_hooks(parameter: Tensor) -> tuple[Callable[[], bool], ...]:
+    """Ask later whether users have hooks on a parameter's AccumulateGrad node, one function for each kind.
+
+    They keep neither the parameter nor its node alive. Hooks of this module do not count.
+    """
+    node = get_gradient_edge(parameter).node
+    kinds = [registered(register) for register in (node.register_hook, node.register_prehook)]
+    return tuple(functools.partial(_has_others, hooks) for hooks in kinds)
+
+
+def _has_others(hooks: Any) -> bool:
+    return any(getattr(hook, "func", None) is not _call for hook in hooks.values())
+
+
 def _may_be_gradient_of(gradient: Tensor, parameter: Tensor) -> bool:
     """Whether a gradient has its parameter's layout, and its storage contains nothing else."""
     return (

@@ -4,7 +4,7 @@ Invariant: a gradient is averaged in exactly those backwards in which DDP would 
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,6 +98,19 @@ def require_no_hooks(names: Iterable[str], inputs: Iterable[Any]) -> None:
     for name, each in zip(names, inputs, strict=True):
         if any(getattr(each, kind, None) for kind in hooks):
             raise UnsupportedError(f"{WHAT} does not support hooks on {name}; {INSTEAD}")
+
+
+def require_no_node_hooks(asked: Iterable[tuple[str, Sequence[Callable[[], bool]]]]) -> None:
+    """Check that no AccumulateGrad node has hooks of a user; raises UnsupportedError.
+
+    Args:
+        asked: the name of each parameter, and what `users_hooks` returned for it.
+    """
+    for name, kinds in asked:
+        if any(has_hooks() for has_hooks in kinds):
+            raise UnsupportedError(
+                f"{WHAT} does not support hooks on the AccumulateGrad node of {name}; {INSTEAD}"
+            )
 
 
 def require_no_modes() -> None:

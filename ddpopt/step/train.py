@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from ddpopt.ddp.impose import imposed_plan
+from ddpopt.ddp.ready_hooks import users_hooks
 from ddpopt.errors import CaptureError, DdpoptError, PlanMismatchError, UsageError
 from ddpopt.planning.plan import Plan
 from ddpopt.step.collectives import digests, insert_collectives, plan_step
@@ -28,7 +29,13 @@ from ddpopt.step.failures import agree, reported
 from ddpopt.step.fallback import inline
 from ddpopt.step.graphs import Captured, capture
 from ddpopt.step.overrides import Swap, passed, replacements, swapped
-from ddpopt.step.replicas import require_no_hooks, require_no_modes, require_supported, source_name
+from ddpopt.step.replicas import (
+    require_no_hooks,
+    require_no_modes,
+    require_no_node_hooks,
+    require_supported,
+    source_name,
+)
 from ddpopt.step.settings import RUNNING, WHAT, StepSettings
 from ddpopt.step.tracing import Seen, traceable
 
@@ -147,12 +154,19 @@ class TrainStep:
         self._compiled_for.update((each.ddp, _read_of(each.ddp)) for each in captured.replicas)
         names = [_named(node) for node in gm.graph.find_nodes(op="placeholder")]
         known = [(ref(each.ddp), each.name) for each in captured.replicas]
+        asked = [
+            (f"{each.name}.module.{name}", users_hooks(parameter))
+            for each in captured.replicas
+            for name, parameter in each.ddp.module.named_parameters()
+            if parameter.requires_grad
+        ]
 
         def run(*inputs: Any) -> Any:
             ddps: list[Any] = [each() for each, _ in known]
             for ddp, (_, name) in zip(ddps, known, strict=True):
                 require_supported(name, ddp)  # a communication hook may be new
             require_no_hooks(names, inputs)
+            require_no_node_hooks(asked)
             self._compared = True
             agree(ddps, keys, plans)
             RUNNING.update(zip(ddps, plans, strict=True))

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn, optim
 from torch._inductor import config as inductor
 from torch._inductor.utils import fresh_cache, run_and_get_code
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
@@ -412,10 +413,16 @@ def replace_a_parameter(model: Any) -> None:
     layer.load_state_dict({"weight": layer.weight.clone()}, strict=False, assign=True)
 
 
+def keep_a_hooked_node(model: Any) -> None:
+    model.kept_node = get_gradient_edge(next(model.parameters())).node
+    model.kept_node.register_hook(lambda *_: None)
+
+
 LATER: dict[str, Callable[[Any, Tensor], object]] = {
     "were replaced": lambda model, _: replace_a_parameter(model),
     "model uses a communication hook": lambda model, _: model.register_comm_hook(None, allreduce_hook),
     "hooks on model.module.layers.0.weight": lambda model, _: next(model.parameters()).register_hook(abs),
+    "AccumulateGrad node of model.module.layers.0.weight": lambda model, _: keep_a_hooked_node(model),
     "hooks on x;": lambda _, x: x.register_post_accumulate_grad_hook(abs),  # type: ignore[no-untyped-call]  # torch leaves it untyped
 }
 
