@@ -67,6 +67,7 @@ VERSION_NAMES = ("_tensor_version", "_unsafe_set_version_counter")
 """Operators that read or set how often a tensor was written to; they count as writes."""
 COLLECTIVES = ("torch._ops._c10d", "torch._ops._dtensor", "torch._ops.c10d", "torch._ops.symm_mem")
 """Modules of the operators that communicate."""
+POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 KINDS = (
     str, OpOverload, OpOverloadPacket, types.MethodDescriptorType, types.WrapperDescriptorType,
     types.BuiltinFunctionType,
@@ -76,7 +77,7 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Signature:
-    """The arguments of a callable: their names in order, their defaults, and those it always writes to."""
+    """The arguments of a callable: names of positional ones, all defaults, and those it always writes to."""
 
     names: tuple[str, ...] = ()
     defaults: Mapping[str, object] = field(default_factory=dict)
@@ -85,7 +86,7 @@ class Signature:
     @functools.cached_property
     def may_write(self) -> bool:
         """Whether a call without keyword arguments may write to anything."""
-        return not {*self.written, *IMPLICIT}.isdisjoint(self.names)
+        return not {*self.written, *IMPLICIT}.isdisjoint([*self.names, *self.defaults])
 
 
 def mutated_inputs(node: fx.Node) -> tuple[fx.Node, ...]:
@@ -288,7 +289,9 @@ def _of_function(target: Callable[..., object]) -> Signature:
         parameters = inspect.signature(target).parameters
     except (TypeError, ValueError):  # some builtins have no signature
         return Signature()
-    names, module = tuple(parameters), getattr(target, "__module__", "")
+    # what follows *args can only be given by name
+    names = tuple(name for name, parameter in parameters.items() if parameter.kind in POSITIONAL)
+    module = getattr(target, "__module__", "")
     in_place = target.__name__.endswith("_") and module.startswith("torch")
     written = names[:1] if in_place else UNMARKED.get(target.__name__, ())
     defaults = {n: p.default for n, p in parameters.items() if p.default is not inspect.Parameter.empty}
