@@ -72,8 +72,8 @@ def synchronized(evidence: RunEvidence) -> Broken:
 def planned(evidence: RunEvidence) -> Broken:
     """The reducer's buckets are the plan's; there are none if no gradient of a bucket is ever computed."""
     got = evidence.got
-    if not got.planned or not got.iterations or not evidence.compiled:
-        return
+    if not got.planned or not got.iterations or not evidence.compiled or not got.graphs:
+        return  # that nothing was compiled is a claim of its own
     if got.plan is None:
         if _trains(evidence):
             yield Break("ddpopt's plan is not in effect: DDP kept its own buckets")

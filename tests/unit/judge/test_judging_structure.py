@@ -214,6 +214,9 @@ def test_a_plan_is_missed_only_where_something_that_is_sent_has_a_gradient(right
     steps = [replace(step, gradients=dict.fromkeys(step.gradients)) for step in right.eager.steps]
     untrained = replace(right, eager=replace(right.eager, steps=steps))
     assert "the reducer follows the plan" not in claims_broken(with_got(plan=None)(untrained))
+    nothing = with_got(plan=None, graphs=(), graphs_after=[0, 0, 0])(right)
+    assert "the reducer follows the plan" not in claims_broken(nothing)
+    assert "something was compiled" in claims_broken(nothing)
 
 
 def test_what_differs_between_ranks_in_eager_too_may_differ(right: RunEvidence) -> None:
