@@ -13,7 +13,7 @@ from ddpopt.judge.verdict import Status
 from ddpopt.ranks.group import Ranks
 from tests.selftest.cells import CASE, Cell, cells, engine_of, restore
 
-BY_DAY = [*cells()][::9]
+BY_DAY = [*cells()][::13]
 
 
 @pytest.fixture

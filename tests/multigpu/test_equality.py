@@ -78,7 +78,7 @@ def test_without_ranks_it_makes_a_group_of_one_and_leaves_none() -> None:
         return {"x": torch.full((2, 8), float(step))}
 
     assert_ddp_equal(Named(), inputs, kwargs={"scale": torch.ones(8)}, loss=loss, strategy="split", steps=2)
-    assert set(seen) == {(2, 8)}
+    assert set(seen) == {(2, 8), (1, 8)}  # one of the extra steps has a smaller batch
     assert not dist.is_initialized()
 
 

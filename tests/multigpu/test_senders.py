@@ -178,6 +178,10 @@ SENDERS = (
     InnerWithHook,
 )  # fmt: skip
 
+BY_DAY = (HookOnIgnored, HookOnReduced, SideBySide, InnerWithHook)
+SENDERS_IN_TURN = [
+    pytest.param(each, marks=() if each in BY_DAY else pytest.mark.nightly) for each in SENDERS
+]
 Run = Callable[[Program, Tensor], None]
 
 
@@ -236,8 +240,8 @@ def trained(sender: type[Program], run: Run, ranks: Ranks, *, on_all: bool, stra
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("strategy", ["inline", "split"])
-@pytest.mark.parametrize("sender", SENDERS, ids=lambda sender: sender.__name__)
+@pytest.mark.parametrize("strategy", ["inline", pytest.param("split", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("sender", SENDERS_IN_TURN, ids=lambda sender: sender.__name__)
 def test_another_sender_meets_the_same_collectives_whatever_one_rank_decides(
     sender: type[Program], strategy: str, ranks: Ranks
 ) -> None:
