@@ -25,6 +25,9 @@ from torch.overrides import _get_current_function_mode_stack
 SET_BY_COMPILERS = ("TORCH", "_TORCH", "TRITON", "PYTORCH", "OMP_", "KMP_")
 """How the names of environment variables begin that torch sets while it compiles."""
 THREADS = "Python's threads"
+RECURSION = "Python's recursion limit"
+CHANGED_BY_COMPILING = (THREADS, RECURSION)
+"""What a compiler may change, once, when it is first used."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2)
 SMALLEST_NORMAL = torch.finfo(torch.float32).smallest_normal
 
@@ -74,7 +77,7 @@ def process_state() -> dict[str, Any]:
         **{f"the environment variable {name}": value for name, value in environment.items()},
         "the working directory": _working_directory(),
         "signal handlers": handlers,
-        "Python's recursion limit": sys.getrecursionlimit(),
+        RECURSION: sys.getrecursionlimit(),
         "garbage collection": (gc.isenabled(), gc.get_threshold()),
         "the level of the root logger": (logging.getLogger().level, logging.root.manager.disable),
         "NumPy's error handling": np.geterr(),

@@ -19,7 +19,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.judge.compare import bitwise, raw_bytes
-from ddpopt.judge.surroundings import THREADS, changed, generators, process_state, settings_of_torch
+from ddpopt.judge.surroundings import (
+    CHANGED_BY_COMPILING,
+    changed,
+    generators,
+    process_state,
+    settings_of_torch,
+)
 
 Pairs = frozenset[tuple[str, str]]
 """Pairs of names that share memory."""
@@ -302,9 +308,10 @@ class Sight:
         }
 
     def _changed_process(self) -> list[str]:
-        """What the step changed in this process; compiling, in the first steps, may start threads."""
+        """What the step changed in this process, apart from what compiling changes in the first steps."""
         found = changed(self._process, process_state())
-        return [name for name in found if self._steps > STEPS_THAT_COMPILE or name != THREADS]
+        compiles = self._steps <= STEPS_THAT_COMPILE
+        return [name for name in found if not (compiles and name in CHANGED_BY_COMPILING)]
 
     def _moved(self) -> Iterator[str]:
         """Parameters whose memory the step replaced."""

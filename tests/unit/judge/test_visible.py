@@ -1,5 +1,6 @@
 """ddpopt.judge.visible: what a script can see of a step, under names that do not depend on the run."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -132,3 +133,17 @@ def test_a_setting_that_is_left_changed_is_reported(switch: Any, left: Any, befo
     finally:
         switch(before)
     assert sight.settings(device) == known
+
+
+def test_what_a_compiler_changes_when_it_is_first_used_is_no_change_of_a_step() -> None:
+    sight, device = Sight((), nn.Module()), torch.device("cpu")
+    limit = sys.getrecursionlimit()
+    reported = []
+    try:
+        for step in range(4):
+            sight.before_step(keep=False)
+            sys.setrecursionlimit(limit + step + 1)
+            reported.append(sight.settings(device)["list of what it changed in the process"])
+    finally:
+        sys.setrecursionlimit(limit)
+    assert reported == ["nothing", "nothing", "Python's recursion limit", "Python's recursion limit"]
