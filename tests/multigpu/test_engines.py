@@ -175,3 +175,18 @@ def test_each_published_bug_of_an_engine_is_found(reported: Reported) -> None:
     found = {finding.level for finding in trial.findings}
     assert trial.status is Status.WRONG, trial.reason
     assert {*reported.found_by} <= found, trial.findings
+
+
+class Scratching(Averaging):
+    """A right engine that keeps a buffer of its own on the model, from its first backward on."""
+
+    def backward(self, loss: Tensor) -> None:
+        super().backward(loss)
+        if not hasattr(self.model, "scratch"):
+            self.model.register_buffer("scratch", torch.full((3,), float(self.group.rank())))
+
+
+@pytest.mark.world_size(2)
+def test_a_buffer_that_an_engine_makes_for_itself_is_its_own() -> None:
+    trial = judged(Scratching("scratching"))
+    assert (trial.status, trial.findings, trial.reason) == (Status.OK, (), "")

@@ -148,9 +148,10 @@ def _growth(evidence: RunEvidence) -> Broken:
 
 def _agreement(evidence: RunEvidence) -> Broken:
     allowed = _unequal(evidence.eager_peers)
+    eager = evidence.eager.steps[0]
     for (step, name), rank in _unequal(evidence.peers).items():
-        is_broadcast = evidence.mode.broadcasts_buffers or name in evidence.eager.steps[0].gradients
-        if is_broadcast and (step, name) not in allowed:
+        is_broadcast = evidence.mode.broadcasts_buffers or name in eager.gradients
+        if is_broadcast and name in eager.state and (step, name) not in allowed:  # not an engine's own buffer
             message = f"{name} differs between ranks 0 and {rank} after the step; it does not under eager DDP"
             yield Break(message, name, f"step {step}")
 
