@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from ddpopt.judge.compare import raw_bytes
 from ddpopt.judge.engine import Named
 from ddpopt.judge.judging.record import RecordedStep, unreduced
+from ddpopt.judge.memory import Pairs
 from ddpopt.judge.meshes import has_parts
 from ddpopt.judge.option_cases import smaller_batch
 from ddpopt.judge.trainer import Option, Trainer, random_state
-from ddpopt.judge.visible import Pairs, form_of
+from ddpopt.judge.visible import form_of
 
 EVALUATION = "the evaluation"
 TWO_BACKWARDS = "two backwards"

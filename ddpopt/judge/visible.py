@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.judge.compare import bitwise, raw_bytes
+from ddpopt.judge.memory import Pairs, sharing
 from ddpopt.judge.surroundings import (
     CHANGED_BY_COMPILING,
     changed,
@@ -27,8 +28,6 @@ from ddpopt.judge.surroundings import (
     settings_of_torch,
 )
 
-Pairs = frozenset[tuple[str, str]]
-"""Pairs of names that share memory."""
 GRADIENT_OF = "gradient of "
 KEPT = "kept "
 OUTSIDE = "the tensor outside DDP"
@@ -161,36 +160,6 @@ def form_of(tensor: Tensor, with_strides: bool = True) -> str:
 def is_of_last_step(name: str) -> bool:
     """Whether a name in a sharing pair is that of a result of the previous step."""
     return name.startswith(LAST)
-
-
-def sharing(tensors: Mapping[str, Tensor]) -> Pairs:
-    """Find tensors that share memory.
-
-    Args:
-        tensors: the tensors by name.
-
-    Returns:
-        Pairs of names whose spans of bytes overlap, each in the order of the names.
-    """
-    pairs: set[tuple[str, str]] = set()
-    active: list[tuple[int, str]] = []
-    spans = (span for name, tensor in tensors.items() for span in _spans(name, tensor))
-    for start, end, name in sorted(spans):
-        active = [(last, other) for last, other in active if last > start]
-        pairs |= {(min(name, other), max(name, other)) for _, other in active if other != name}
-        active.append((end, name))
-    return frozenset(pairs)
-
-
-def _spans(name: str, tensor: Tensor) -> Iterator[tuple[int, int, str]]:
-    """The byte ranges of a tensor; none for a tensor without its own memory, like a sharded one."""
-    if tensor.is_sparse:
-        tensor = tensor._values()
-    plain = type(tensor) in (Tensor, nn.Parameter, nn.Buffer) and tensor.layout is torch.strided
-    if plain and tensor.device.type != "meta" and tensor.numel():
-        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        start = tensor.data_ptr()
-        yield start, start + (last + 1) * tensor.element_size(), name
 
 
 def _which(forward: int) -> str:

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ddpopt.judge.compare import dense
 from ddpopt.judge.engine import Gradients, Named
-from ddpopt.judge.visible import ATTRIBUTE, GRADIENT_OF, KEPT, OUTSIDE, Pairs
+from ddpopt.judge.memory import Pairs
+from ddpopt.judge.visible import ATTRIBUTE, GRADIENT_OF, KEPT, OUTSIDE
 from ddpopt.observation.observe import Collective, Iteration
 from ddpopt.planning.plan import Plan
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddpopt.judge.visible import GRADIENT_OF, Sight, held_by, leaves, sharing
+from ddpopt.judge.memory import sharing
+from ddpopt.judge.visible import GRADIENT_OF, Sight, held_by, leaves
 
 KEPT: list[Tensor] = []
 
