@@ -45,6 +45,7 @@ NOT_REPRODUCED = (
 )
 NOT_EVALUATED = "evaluation was not compared, because eager DDP fails in it: {reason}"
 NOT_TAKEN = "an extra step was left out, because eager DDP fails in it: {name}: {reason}"
+TOO_DEAR = "extra steps were left out, as each may have to compile one more graph: {names}"
 RESUMMED = (
     "judged at L2, because the compiled graph is cut, one backward runs through several, or reduced "
     "gradients are added up: gradients may be summed in a different order"
@@ -119,7 +120,7 @@ class Ladder:
     def _judged(self, record: Record, rules: Rules) -> "Sheet":
         """Compare all numbers that both sides have, each at its levels."""
         sheet = Sheet(self.ranks.rank, buckets_of(record))
-        self._remark(sheet)
+        self._remark(record, sheet)
         numbers = [(number, rules.levels(number)) for number in pairs(record, self.reference.eager)]
         if any(self.ranks.gather(any("L2" in levels for _, levels in numbers))):
             _ = self.reference.arithmetic  # a collective of all ranks
@@ -164,7 +165,7 @@ class Ladder:
                 number = Number(step, f"step {step}", name, NumberKind.GRADIENT, got, got)
                 sheet.add("L1", number, compared)
 
-    def _remark(self, sheet: "Sheet") -> None:
+    def _remark(self, record: Record, sheet: "Sheet") -> None:
         """Note peculiarities of eager, and which checks are therefore left out."""
         if self.reference.unstable:
             names = ", ".join(sorted(self.reference.unstable))
@@ -173,6 +174,8 @@ class Ladder:
             sheet.notes.append(NOT_EVALUATED.format(reason=self.reference.bench.unevaluated))
         for name, reason in self.reference.bench.not_taken.items():
             sheet.notes.append(NOT_TAKEN.format(name=name, reason=reason))
+        if missing := [name for name in self.reference.eager.extras if name not in record.extras]:
+            sheet.notes.append(TOO_DEAR.format(names=", ".join(missing)))
 
     def _left_out(self, number: Number) -> str:
         """Return why a number is not compared; empty if it is."""
