@@ -7,7 +7,7 @@ Invariant: the graph computes what Dynamo's does, and takes and returns the same
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,9 +19,15 @@ from ddpopt.errors import UsageError
 from ddpopt.graph.drawing import AS_EAGER
 from ddpopt.graph.effects import written_storages
 from ddpopt.graph.nodes import CHECKPOINT, by_storage, read_storages
-from ddpopt.step.replicas import AVERAGE, Averaged, Replica, require_all_used, slots_of
+from ddpopt.step.reductions import Reductions, reached_from
+from ddpopt.step.replicas import AVERAGE, Averaged, Replica, slots_of
 from ddpopt.step.settings import WHAT
-from ddpopt.step.tracing import MARK, Seen
+from ddpopt.step.tracing import MARK, SYNCHRONIZED, Seen
+
+torch.library.define("ddpopt::numbered", "(Tensor gradient, int accumulation) -> Tensor")
+torch.library.impl("ddpopt::numbered", "default", lambda gradient, _: gradient.clone())
+NUMBERED: Any = torch.ops.ddpopt.numbered.default
+"""Marks a gradient before and after the accumulation with a number."""
 
 
 @dataclass
@@ -32,11 +38,13 @@ class Captured:
         gm: the graph, in which each averaged gradient passes through ``ddpopt::average``.
         replicas: the DDP modules.
         slots: the parameters that are averaged, in ready order; the second arguments of ``ddpopt::average``.
+        reductions: what its forwards and backwards do to the state of DDP's reducers.
     """
 
     gm: fx.GraphModule
     replicas: tuple[Replica, ...]
     slots: tuple[Averaged, ...]
+    reductions: Reductions
 
 
 def capture(gm: fx.GraphModule, inputs: Sequence[Any], seen: Seen) -> Captured:
@@ -49,46 +57,82 @@ def capture(gm: fx.GraphModule, inputs: Sequence[Any], seen: Seen) -> Captured:
 
     Raises:
         UsageError: a gradient is missing or reduced twice, or the step reads no parameter of an optimizer.
+        UnsupportedError: DDP's first iteration would differ from the others.
     """
     replicas = tuple(seen.replicas.values())
-    recorded, marked = _recorded(gm, inputs)
     known = slots_of(replicas)
-    slots = _mark(recorded.graph, marked, known)
+    reductions = Reductions(known, replicas)
+    recorded, averaged = _recorded(gm, inputs, reductions)
+    slots = _mark(recorded.graph, averaged)
     _require_own_optimizers(seen, {*known, *map(id, inputs)})
-    require_all_used([each for found in known.values() for each in found], slots)
+    reductions.finish()
     recorded.recompile()
-    return Captured(recorded, replicas, slots)
+    return Captured(recorded, replicas, slots, reductions)
+
+
+@dataclass
+class _Accumulations:
+    """The accumulations of a step, in their order.
+
+    Attributes:
+        real: ``id`` of each input, by that of its fake tensor.
+        reductions: what DDP averages.
+        averaged: for each accumulation, what averages its gradient.
+        begun: ``id`` of the parameters whose accumulation has begun, and the number of each.
+    """
+
+    real: Mapping[int, int]
+    reductions: Reductions
+    averaged: list[list[Averaged]] = field(default_factory=list)
+    begun: dict[int, int] = field(default_factory=dict)
+
+    def number(self, parameter: Tensor) -> int:
+        """The number of the accumulation that begins or ends for a parameter."""
+        key = self.real.get(id(parameter), 0)  # the same object, if an operator wrote to it before
+        if key in self.begun:
+            return self.begun.pop(key)
+        self.averaged.append(self.reductions.averaging(key))
+        self.begun[key] = len(self.averaged) - 1
+        return self.begun[key]
 
 
 class _RecordingInterpreter(fx.Interpreter):
-    """Runs Dynamo's graph; what a checkpoint would compute again is kept, as everything in the graph is.
+    """Runs Dynamo's graph; what a checkpoint would compute again is kept, as everything in the graph is."""
 
-    Attributes:
-        marked: the parameter of each mark, as the graph is given it.
-    """
-
-    def __init__(self, gm: fx.GraphModule) -> None:
+    def __init__(self, gm: fx.GraphModule, accumulations: _Accumulations) -> None:
         super().__init__(gm)
-        self.marked: list[Any] = []
+        self._accumulations = accumulations
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Run a call."""
+        reductions = self._accumulations.reductions
         if target is CHECKPOINT:
-            return args[0](*args[1:])
-        if target is torch.ops.ddpopt.mark:
-            self.marked.append(args[0])  # the same object, if an operator wrote to it before
+            return _RecordingInterpreter(args[0], self._accumulations).run(*args[1:])
+        if target is SYNCHRONIZED:
+            module, outputs = args
+            reached = {self._accumulations.real.get(each, 0) for each in reached_from(outputs)}
+            return reductions.forward(module, outputs, reached)
+        if target is MARK:
+            parameter, gradient = args
+            return NUMBERED(gradient, self._accumulations.number(parameter))
+        if target is torch.autograd.grad:
+            reductions.backward()
         if target is torch.ops.ddpopt.opaque and torch.is_autocast_enabled(args[1][-1].device.type):
             raise UsageError("opaque: autocast does not reach the module; call it outside of autocast")
         return super().call_function(target, args, kwargs)
 
 
-def _recorded(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphModule, list[int]]:
-    """The graph of operators, and ``id`` of the parameter of each mark."""
+def _recorded(
+    gm: fx.GraphModule, inputs: Sequence[Any], reductions: Reductions
+) -> tuple[fx.GraphModule, list[list[Averaged]]]:
+    """The graph of operators, and what averages the gradient of each accumulation."""
     placeholders = gm.graph.find_nodes(op="placeholder")
     context: Any = TracingContext.get()
     traced = [node.meta["example_value"] for node in placeholders]
     fakes = [_fake(context, each, value) for each, value in zip(traced, inputs, strict=True)]
-    interpreter = _RecordingInterpreter(gm)
+    real = {id(fake): id(value) for fake, value in zip(fakes, inputs, strict=True)}
+    accumulations = _Accumulations(real, reductions)
+    interpreter = _RecordingInterpreter(gm, accumulations)
     torch.clear_autocast_cache()
     with context.fake_mode, torch.autograd.set_multithreading_enabled(False), torch.enable_grad():
         found: fx.GraphModule = make_fx(interpreter.run, AS_EAGER)(*fakes)
@@ -96,8 +140,7 @@ def _recorded(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphModule
     for node, given in zip(found.graph.find_nodes(op="placeholder"), placeholders, strict=True):
         node._rename(given.name)
         node.target = node.name
-    real = {id(fake): id(value) for fake, value in zip(fakes, inputs, strict=True)}
-    return found, [real.get(id(each), 0) for each in interpreter.marked]
+    return found, accumulations.averaged
 
 
 def _fake(context: Any, traced: Any, value: Any) -> Any:
@@ -112,27 +155,21 @@ def _fake(context: Any, traced: Any, value: Any) -> Any:
     return fresh.requires_grad_(value.requires_grad)
 
 
-def _mark(
-    graph: fx.Graph, marked: Sequence[int], known: Mapping[int, Sequence[Averaged]]
-) -> tuple[Averaged, ...]:
+def _mark(graph: fx.Graph, averaged_by: Sequence[Sequence[Averaged]]) -> tuple[Averaged, ...]:
     """Replace the marks of accumulations by those of averaged gradients, where these are ready."""
     order = {node: place for place, node in enumerate(graph.nodes)}
     slots: list[Averaged] = []
-    marks = graph.find_nodes(op="call_function", target=MARK)  # by turns, before and after an accumulation
-    pairs = [*zip(marks[::2], marks[1::2], strict=True)]
-    parameters = dict(zip(marks[::2], marked[::2], strict=True))
+    numbered: dict[int, list[fx.Node]] = {}
+    for node in graph.find_nodes(op="call_function", target=NUMBERED):
+        numbered.setdefault(node.args[1], []).append(node)
+    pairs = [(begin, end) for begin, end in numbered.values()]
     holding = by_storage(graph.nodes)
     # these may share a storage, but no memory
     accumulating = {each for begin, end in pairs for each in (begin, *_until(begin, end), *end.users)}
-    for begin, end in sorted(pairs, key=lambda pair: order[pair[0].args[1]]):
-        _, gradient, modules, first = end.args
-        averaged_by = known.get(parameters[begin], ())
-        # DDP reduces once after a forward; a gradient that starts from None after that is this rank's own
-        done = [slot.sent for slot in slots] if first else []
-        times = [(each, modules.count(id(each.replica.ddp))) for each in averaged_by]
-        running = [each for each, n in times if n > (each.sent in done)]
-        found = [*{each.sent: each for each in running}.values()]  # once for each group
-        for averaged in found:
+    for begin, end in sorted(pairs, key=lambda pair: order[pair[0].args[0]]):
+        gradient: Any = end.args[0]
+        number: Any = end.args[1]
+        for averaged in averaged_by[number]:
             if averaged in slots:
                 raise UsageError(
                     f"{WHAT}: two backward passes of one step reduce the gradient of "
@@ -145,8 +182,8 @@ def _mark(
             gradient.meta = dict(end.meta)
             slots.append(averaged)
         end.replace_all_uses_with(gradient)
-        begin.replace_all_uses_with(begin.args[1])
-        if found:
+        begin.replace_all_uses_with(begin.all_input_nodes[0])
+        if averaged_by[number]:
             _move_up(begin, gradient, holding, accumulating)
         graph.erase_node(end)
         graph.erase_node(begin)
@@ -159,7 +196,7 @@ def _move_up(
     """Move an accumulation to where all that it reads is ready, and all that it overwrites was read."""
     moved = _until(begin, last)
     own = {key for node in moved for key in written_storages(node)}
-    before: set[Any] = {begin.args[1], *(each for node in moved for each in node.all_input_nodes)}
+    before: set[Any] = {begin.args[0], *(each for node in moved for each in node.all_input_nodes)}
     for key in {key for node in moved for key in read_storages(node)}:
         touching = {each for held in holding.get(key, ()) for each in (held, *held.users)} - accumulating
         before |= {each for each in touching if key in own or key in written_storages(each)}

@@ -140,20 +140,3 @@ def broadcast_buffers(ddp: Any) -> None:
             received = torch.ops._c10d_functional.wait_tensor(sent)
             for buffer, piece in zip(buffers, received.split([b.numel() for b in buffers]), strict=True):
                 buffer.data.copy_(piece.view(buffer.shape))  # unseen by autograd, as in DDP
-
-
-def require_all_used(expected: Iterable[Averaged], got: Sequence[Averaged]) -> None:
-    """Check that gradients are missing only where DDP allows it.
-
-    Raises:
-        UsageError: a parameter got no gradient; DDP itself would fail in the next step.
-    """
-    sent = {each.sent for each in got}
-    missing = [each for each in expected if each.sent not in sent]
-    for replica in dict.fromkeys(each.replica for each in got):
-        names = [repr(each.spec.name) for each in missing if each.replica is replica]
-        if names and not (replica.ddp.find_unused_parameters or replica.ddp.static_graph):
-            raise UsageError(
-                f"{WHAT}: {replica.name} got no gradient for {', '.join(names)}, so DDP "
-                "would fail in the next step; build it with find_unused_parameters=True or static_graph=True"
-            )

@@ -32,6 +32,7 @@ from torch._dynamo.variables import ConstantVariable, TensorVariable, builder
 from torch._dynamo.variables.dicts import SideEffectsProxyDict
 from torch._dynamo.variables.hashable import HashableTracker
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _find_tensors
 from torch.optim import Optimizer, lr_scheduler
 from torch.utils._pytree import tree_map_only
 
@@ -43,13 +44,16 @@ MOST = 16
 """Graphs of one step function."""
 LEVELS = ("debug", "info", "warn", "warning", "error", "exception", "critical", "log")
 """How the names of methods that write a log begin; libraries add some, such as ``warning_once``."""
-torch.library.define("ddpopt::mark", "(Tensor updated, Tensor gradient, int[] to, bool first) -> Tensor")
-torch.library.impl("ddpopt::mark", "default", lambda _, gradient, *__: gradient.clone())
-MARK: Any = torch.ops.ddpopt.mark.default
-"""Marks a gradient before it is accumulated, and what it is afterwards.
-
-``to`` are the modules that average it; ``first``: the parameter had no gradient.
-"""
+torch.library.define("ddpopt::mark", "(Tensor parameter, Tensor gradient) -> Tensor")
+torch.library.impl("ddpopt::mark", "default", lambda _, gradient: gradient.clone())
+torch.library.define("ddpopt::synchronized", "(int module, Tensor[] outputs) -> ()")
+torch.library.impl("ddpopt::synchronized", "default", lambda *_: None)
+MARK: Any = torch.ops.ddpopt.mark
+"""Marks a parameter's gradient before it is accumulated, and what it is afterwards."""
+SYNCHRONIZED: Any = torch.ops.ddpopt.synchronized
+"""Marks the end of a forward after which DDP reduces; the module is given by its ``id``."""
+torch.fx.node.has_side_effect(SYNCHRONIZED.default)
+torch.fx.node.has_side_effect(SYNCHRONIZED)
 
 
 class Seen:
@@ -58,24 +62,18 @@ class Seen:
     Attributes:
         replicas: the DDP modules, by ``id``.
         optimizers: the optimizers, each with what errors call it, by ``id``.
-        averaging: ``id`` of a module, once for each reduction that its forwards have begun.
-        done: of these, those whose backward has run.
-        paused: of these, those whose last forward was not synchronized.
         traced: DDP's forward and the accumulation of a gradient, as Dynamo traces them.
     """
 
     def __init__(self) -> None:
         self.replicas: dict[int, Replica] = {}
         self.optimizers: dict[int, tuple[str, Optimizer]] = {}
-        self.averaging: list[int] = []
-        self.done: list[int] = []
-        self.paused: list[int] = []
         self.traced = _traced(self)
 
     def forget(self) -> None:
         """Begin another step."""
-        for each in (self.replicas, self.optimizers, self.averaging, self.done, self.paused):
-            each.clear()
+        self.replicas.clear()
+        self.optimizers.clear()
 
 
 @contextlib.contextmanager
@@ -132,8 +130,6 @@ def _side_effects(_: Any = None) -> Any:
 
 
 def _traced(seen: Seen) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    averaging, done, paused = seen.averaging, seen.done, seen.paused
-
     def note(ctx: Any) -> None:
         torch._dynamo.config.enable_dynamo_decompositions = False  # where the last optimizer was Adam
         variable = ctx.get_local("self")._i_will_not_complain_if_bc_breaks_VariableTracker()
@@ -141,15 +137,16 @@ def _traced(seen: Seen) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
     def forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
         comptime(note)
-        key, trains = id(self), torch.is_grad_enabled() and self.require_backward_grad_sync
+        trains = torch.is_grad_enabled() and self.require_backward_grad_sync
         if self.will_sync_module_buffers():
             broadcast_buffers(self)
         if self.device_ids:
             device = torch.device(self.device_type, self.device_ids[0])
             inputs, kwargs = tree_map_only(Tensor, lambda each: each.to(device), (inputs, kwargs))
         output = self.module(*inputs, **kwargs)
-        if torch.is_grad_enabled():
-            _expect(averaging, done, paused, key, trains)
+        if trains:
+            tensors: Any = _find_tensors(output)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            SYNCHRONIZED(id(self), [*tensors])
         self.require_forward_param_sync = trains
         # as DDP's own sink does
         if self.find_unused_parameters and not self.static_graph and self._ddp_sink_clone:
@@ -157,27 +154,12 @@ def _traced(seen: Seen) -> tuple[Callable[..., Any], Callable[..., Any]]:
         return output
 
     def accumulate(parameter: Tensor, gradient: Tensor | None, new: Tensor | None) -> Tensor | None:
-        if new is None or not averaging:
+        if new is None:
             return cast("Tensor | None", _accumulate(parameter, gradient, new))
-        done[:] = averaging
-        to, first = [each for each in averaging if each not in paused], gradient is None
-        marked = torch.ops.ddpopt.mark(parameter, new, to, first)
-        found: Tensor = _accumulate(parameter, gradient, marked)
-        found = torch.ops.ddpopt.mark(parameter, found, to, first)
-        return found if gradient is None else gradient.copy_(found)
+        accumulated: Tensor = MARK(parameter, _accumulate(parameter, gradient, MARK(parameter, new)))
+        return accumulated if gradient is None else gradient.copy_(accumulated)
 
     return forward, accumulate
-
-
-def _expect(averaging: list[int], done: list[int], paused: list[int], key: int, trains: bool) -> None:
-    """Note a forward of a module; a synchronized one after a backward begins another reduction."""
-    if trains:
-        if key in done or key not in averaging:
-            averaging.append(key)
-        done[:] = [each for each in done if each != key]
-        paused[:] = [each for each in paused if each != key]
-    elif key in done:
-        paused.append(key)
 
 
 _gradient: Any = TensorVariable.method_attr_grad

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
@@ -153,7 +153,7 @@ class TrainStep:
 
         self._compiled_for.update((each.ddp, _read_of(each.ddp)) for each in captured.replicas)
         names = [_named(node) for node in gm.graph.find_nodes(op="placeholder")]
-        known = [(ref(each.ddp), each.name) for each in captured.replicas]
+        met = captured.reductions.met()
         asked = [
             (f"{each.name}.module.{name}", users_hooks(parameter))
             for each in captured.replicas
@@ -162,14 +162,18 @@ class TrainStep:
         ]
 
         def run(*inputs: Any) -> Any:
-            ddps: list[Any] = [each() for each, _ in known]
-            for ddp, (_, name) in zip(ddps, known, strict=True):
-                require_supported(name, ddp)  # a communication hook may be new
+            ddps: list[Any] = [each.ddp() for each in met]
+            for ddp, each in zip(ddps, met, strict=True):
+                require_supported(each.name, ddp)  # a communication hook may be new
             require_no_hooks(names, inputs)
             require_no_node_hooks(asked)
+            for each in met:
+                each.require_nothing_left()
             self._compared = True
             agree(ddps, keys, plans)
             RUNNING.update(zip(ddps, plans, strict=True))
+            for each in met:
+                each.remember()
             with torch.no_grad():
                 return compiled(*inputs)
 

@@ -160,3 +160,18 @@ def roundings(left: Tensor | None, right: Tensor | None) -> float:
     """The same in roundings of that element."""
     far = off(left, right)
     return far if far == 0 or right is None else far / torch.finfo(right.dtype).eps
+
+
+class Pair(nn.Module):
+    """Two layers, of which a forward uses one or both."""
+
+    def __init__(self, width: int = 12) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.first, self.second = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor, only: int | None = None) -> Any:
+        """(batch, width) to the same shape, from each layer; None from one that is not used."""
+        return [
+            layer(x) if only in (None, at) else None for at, layer in enumerate((self.first, self.second))
+        ]

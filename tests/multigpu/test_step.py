@@ -27,7 +27,7 @@ import ddpopt
 from ddpopt.ddp.impose import imposed_plan
 from ddpopt.errors import DdpoptError, PlanMismatchError, UnsupportedError, UsageError
 from ddpopt.ranks.group import Ranks
-from tests.multigpu.models import params_of
+from tests.multigpu.models import Pair, params_of
 from tests.refusals import refusal
 
 if torch.__version__ < "2.13":
@@ -538,12 +538,6 @@ def test_inductors_code_computes_what_eager_does_with_dropout(ranks: Ranks) -> N
 
 
 def twice(model: Any, x: Tensor) -> None:
-    loss = model(x).sum()
-    loss.backward(retain_graph=True)
-    loss.backward()
-
-
-def twice_around_no_sync(model: Any, x: Tensor) -> None:
     model(x).sum().backward()
     model.zero_grad()
     with model.no_sync():
@@ -585,11 +579,40 @@ def updating(model: Any, x: Tensor, optimizer: Any) -> None:
     optimizer.step()
 
 
+def partly(model: Any, x: Tensor) -> None:
+    model.module.layers[0](model(x).detach()).sum().backward()
+
+
+def by_turns(model: Any, x: Tensor) -> None:
+    for output in model(x):
+        output.sum().backward()
+
+
+def twice_called(model: Any, x: Tensor) -> None:
+    first, _ = model(x, only=0)
+    _, second = model(x, only=1)
+    (first + second).sum().backward()
+
+
+def written(model: Any, x: Tensor) -> None:
+    output = model(x)
+    output.mul_(2)
+    output.sum().backward()
+
+
 OTHER = nn.Linear(2, 2)
+MADE: dict[str, Callable[[], Any]] = {
+    "called twice": lambda: DDP(Pair(), find_unused_parameters=True),
+    "by turns": lambda: DDP(Pair(), static_graph=True),
+    "written output": lambda: DDP(Net(), static_graph=True),
+}
+"""The models of refusals that need another one."""
 REFUSED: dict[str, tuple[Any, str]] = {
     "no DDP module": (lambda model, x: model.module(x).sum(), "and it calls none"),
-    "twice": (twice, "two backward passes of one step reduce the gradient of 'layers.3.bias' of model"),
-    "twice, with no_sync between": (twice_around_no_sync, "two backward passes of one step reduce"),
+    "twice": (
+        twice,
+        "two backward passes of one step reduce the gradient of 'layers.3.bias' of model",
+    ),
     "its own hook": (hooking, "does not support hooks on model.module.layers.0.bias; use ddpopt.compile"),
     "branch": (branching, "in branching: `if loss > 0:`: it depends on values of a tensor"),
     "ranks differ": (differing, "the ranks' steps do not communicate alike"),
@@ -598,6 +621,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
         "in branching_first: `if c10d.get_rank() and x.sum() > 0:`",
     ),
     "generator": (counting, "in counting: `torch.manual_seed(0)`"),
+    "partly": (partly, "model got no gradient for 'layers.1.weight', 'layers.1.bias', 'layers.2"),
+    "by turns": (by_turns, " of model gets no gradient in the backward in which others"),
+    "called twice": (twice_called, "although the outputs of the module's last forward do not depend on it"),
+    "written output": (written, "an output of model, which DDP with static_graph=True copies in its first"),
     "another model's optimizer": (updating, "optimizer (SGD) holds no parameter of model"),
     "fused": (updating, "optimizer is AdamW(fused=True)"),
 }
@@ -606,7 +633,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_captured_is_said_and_leaves_everything_as_it_was(ranks: Ranks, name: str) -> None:
     function, words = REFUSED[name]
-    model = DDP(Net())
+    model = MADE.get(name, lambda: DDP(Net()))()
     fused = optim.AdamW(model.parameters(), fused=True)
     optimizers = {"another model's optimizer": optim.SGD(OTHER.parameters()), "fused": fused}
     more = (optimizers[name],) if name in optimizers else ()

@@ -28,6 +28,9 @@ class Refusal:
 HERE = "unit/judge/test_refusals.py::test_each_refusal_is_known_by_its_row"
 CAPTURED = "multigpu/test_step.py::test_what_cannot_be_captured_is_said_and_leaves_everything_as_it_was"
 LATER = "multigpu/test_step.py::test_what_a_later_step_would_ignore_is_an_error_each_time"
+IN_PARTS = "multigpu/test_step_reductions.py::test_gradients_that_are_kept_must_come_from_one_backward"
+LEFT = "multigpu/test_step_reductions.py::test_a_gradient_of_one_rank_that_ddp_would_average_later_is_refused"
+PENDING = "multigpu/test_step_reductions.py::test_a_forward_without_a_backward_is_remembered"
 MODES = "multigpu/test_step.py::test_a_mode_that_watches_operators_is_refused_and_does_no_harm"
 OPTIONS = "`step` of its own, but no `optimizer`"
 REFUSALS: tuple[Refusal, ...] = (
@@ -90,7 +93,13 @@ REFUSALS: tuple[Refusal, ...] = (
         "a number that changes",
         "unit/graph/test_numbers.py::test_an_operation_that_takes_numbers_only_says_what_to_do",
     ),
-    Refusal(r"got no gradient for", "step.md", "leaves a parameter without a gradient", HERE),
+    Refusal(r"got no gradient for", "step.md", "leaves a parameter without a gradient", CAPTURED),
+    Refusal(r"in the backward in which others", "step.md", "for which DDP itself fails", CAPTURED),
+    Refusal(r"before the module's gradients are complete", "step.md", "for which DDP itself fails", CAPTURED),
+    Refusal(r"in its first iteration only", "step.md", "writes to an output", CAPTURED),
+    Refusal(r"is used before all backwards", "step.md", "in several backward passes, and keeps", IN_PARTS),
+    Refusal(r"got a gradient of this rank alone, and no", "step.md", "gradients of one rank", LEFT),
+    Refusal(r"and no backward followed", "step.md", "forward without a backward", PENDING),
 )
 
 

@@ -28,7 +28,7 @@ from ddpopt.judge.sharded import FullyShard, managed_by_block, mesh_of, required
 from ddpopt.judge.updating import Recipe, Updates
 from ddpopt.judge.whole_step import whole_step
 from ddpopt.ranks.group import Ranks
-from ddpopt.step.replicas import Averaged, Replica, require_all_used, slots_of
+from ddpopt.step.replicas import Replica, slots_of
 
 ROOT = Path(__file__).parents[3]
 GROUP: Any = SimpleNamespace(size=lambda: 3)
@@ -77,14 +77,6 @@ def sparse() -> None:
     slots_of([Replica("model", ddp)])
 
 
-def unused() -> None:
-    ddp = DistributedDataParallel(nn.Linear(2, 2))
-    replica = Replica("model", ddp)
-    own = [averaged for slots in slots_of([replica]).values() for averaged in slots]
-    assert all(isinstance(each, Averaged) for each in own)
-    require_all_used(own, own[:1])
-
-
 def without_submodule(ranks: Ranks) -> None:
     engine = FullyShard("blocks", by_block=True)
     engine.backend = "eager"
@@ -105,7 +97,6 @@ PROVOKED: dict[str, Callable[[Ranks], object]] = {
     "seeded between": lambda _: drawing(),
     "2.13": lambda _: on_an_old_release(),
     "sparse": lambda _: sparse(),
-    "no gradient for": lambda _: unused(),
 }
 """What raises each refusal that no other test shows, by a part of its message."""
 
