@@ -71,13 +71,30 @@ def tune(
     given_link = f"{found.link}" if link is None else f"{found.link}; of {link}, but steps are measured here"
     title = f"{case.name} on {found.profile.world_size} ranks, {found.profile.strategy}"
     heads = "\n".join(map(paragraph, (title, given_link)))
-    text = "\n\n".join([heads, table(columns, rows), *[paragraph(NOTE)] * bool(sizes)])
+    said = _said(found, case.name, files["json"])
+    text = "\n\n".join([heads, table(columns, rows), said, *[paragraph(NOTE)] * bool(sizes)])
     steps |= {f"tuned, observed on rank {rank}": step for rank, step in enumerate(found.observed)}
     traced = pictures.chrome_trace(found.rows[-1].predicted, found.observed)
     made = {"trace": traced, "html": pictures.page(title, steps, text)}
     given = {name: file for name in made if (file := files[name]) is not None}
     others = [partial(write, f"--{name}", file, made[name]) for name, file in given.items()]
     show(text, found.to_json(), files["json"], others)
+
+
+def _said(found: comparing.Tuned, case: str, file: str | None) -> str:
+    """What the tuned buckets gain; where that is nothing, what is written and what to do."""
+    if found.gain.is_won:
+        return paragraph(f"tuned: {found.gain}.")
+    lines = [f"Not tuned: {found.gain}."]
+    if file is not None:
+        lines.append(f"What is written has the buckets of {found.chosen.name}.")
+    lines.append(
+        "A link that is slower than this one may gain more. Where you train: torchrun --nproc-per-node N -m "
+        f"ddpopt link --json link.json. Then: ddpopt tune {case} --link link.json"
+        if found.gain.is_measured
+        else f"On another link, or with other sizes: ddpopt tune {case} --most-mb 2"
+    )
+    return "\n".join(map(paragraph, lines))
 
 
 def link(nproc: int, device: str | None, timeout_s: float, json: str | None) -> None:

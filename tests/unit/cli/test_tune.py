@@ -10,7 +10,7 @@ from ddpopt.cli import tuning
 from ddpopt.planning.bucket_rule import ParamSpec
 from ddpopt.planning.plan import Plan
 from ddpopt.ranks.failures import RankFailure, RanksFailed
-from ddpopt.tuning.comparing import Row, Tuned
+from ddpopt.tuning.comparing import Row, Tuned, gain_of
 from ddpopt.tuning.records import Gradient, Link, Profile
 from ddpopt.tuning.simulate import simulate
 from ddpopt.tuning.tune import plan_of, tune
@@ -26,7 +26,7 @@ def found(_: object, __: object, ___: object, link: Link | None, caps: object, m
     plans = {"bucket_cap_mb_list=[3, 1, 0.5, 0.25]": plan_of([SPECS], "a cap")}
     plans["tuned"] = tune(PROFILE, link or LINK, most)
     rows = [Row(name, p, simulate(p, PROFILE, link or LINK), (0.1, 0.2, 0.3)) for name, p in plans.items()]
-    return Tuned(PROFILE, link or LINK, tuple(rows))
+    return Tuned(PROFILE, link or LINK, tuple(rows), gain_of(rows, link))
 
 
 def test_the_table_is_narrow_and_files_are_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -58,13 +58,22 @@ tuned                             71.9 ms  200.0 ms  31.9 ms
   last 2.00, largest 2.00;
   efficiency 35.1%
 
+Not tuned: a step is 0.0 ms shorter than with
+bucket_cap_mb_list=[3, 1, 0.5, 0.25] (measured, noise 0.0
+ms).
+What is written has the buckets of bucket_cap_mb_list=[3, 1,
+0.5, 0.25].
+A link that is slower than this one may gain more. Where you
+train: torchrun --nproc-per-node N -m ddpopt link --json
+link.json. Then: ddpopt tune tied --link link.json
+
 More ranks than were measured: a model, in which all ranks
 are alike, each hop is as on this link, and each rank keeps
 its batch.
 """,
     )
     assert max(map(len, result.stdout.splitlines())) <= 60
-    assert Plan.from_json(files["json"].read_text()) == tune(PROFILE, LINK, 2 << 20)
+    assert [len(bucket.params) for bucket in Plan.from_json(files["json"].read_text()).buckets] == [4]
     assert "64 ranks, tree" in files["html"].read_text()
     assert "traceEvents" in files["trace"].read_text()
     assert run("tune", "tied", "--link", str(files["json"])).exit_code == 0  # it has a link, too
