@@ -6,16 +6,20 @@ stream, a functorch level or two views of a tensor that is mutated later cannot.
 Invariant: a position that is not blocked can be cut without changing what the program computes.
 """
 
+import contextlib
+import inspect
 import itertools
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, cast
 
 import torch
 from torch import fx
 from torch._ops import HigherOrderOperator
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ddpopt.graph.aliases import first_names, is_view
 from ddpopt.graph.effects import (
@@ -139,16 +143,41 @@ def _cannot_be_input(value: object) -> bool:
     """Whether AOTAutograd mistreats a tensor, or cannot take it as an input.
 
     It assumes that the gradient of a lazily conjugated or negated tensor is so, too, loses parts of the
-    gradient of a tensor that overlaps itself, and mistakes the mesh of a DTensor for its gradient's. torch
-    cannot make a fake copy of a nested tensor's view, nor of a view of real numbers as another dtype.
+    gradient of a tensor that overlaps itself, and expects the gradient of a tensor subclass to be one, too. A
+    sparse tensor has no storage that a segment could return. torch cannot make a fake copy of a nested
+    tensor's view, nor of a view of real numbers as another dtype.
     """
     if not isinstance(value, torch.Tensor):
         return False
     base: torch.Tensor | None = value._base
     odd = base is not None and (base.is_nested or (base.dtype != value.dtype and not base.is_complex()))
     odd = odd or value.is_conj() or value.is_neg() or value.is_nested or overlaps_itself(value)
-    odd = odd or type(value).__name__ == "DTensor"  # importing the class takes long
+    odd = odd or value.layout != torch.strided or is_traceable_wrapper_subclass(value)
     return odd or torch._C._functorch.is_functorch_wrapped_tensor(value)
+
+
+def _with_sparse_gradient(body: Body) -> Iterator[Span]:
+    """From a value whose gradient is sparse to the reader that makes it so; AOTAutograd expects a dense one.
+
+    What the value is computed from may get a sparse gradient, too, as with ``table * 2``.
+    """
+    for index, node in enumerate(body.nodes):
+        pending = [node] if node.op == "call_function" and _makes_sparse_gradients(node) else []
+        for reader in pending:
+            for source in reader.all_input_nodes:
+                if source in body.position and requires_grad(example_value(source)):
+                    yield Span(body.position[source] + 1, index, f"{node.name!r} makes a sparse gradient")
+                    pending.append(source)
+
+
+def _makes_sparse_gradients(node: fx.Node) -> bool:
+    """Whether a call has an argument ``sparse`` or ``sparse_grad`` that is on."""
+    given = dict(node.kwargs)
+    with contextlib.suppress(TypeError, ValueError):  # torch's builtin functions have no signature
+        given |= (
+            inspect.signature(cast("Callable[..., Any]", node.target)).bind(*node.args, **given).arguments
+        )
+    return any(given.get(name) is True for name in ("sparse", "sparse_grad"))
 
 
 def _transforms(body: Body) -> Iterator[Span]:
@@ -297,6 +326,7 @@ def up_to_last_write(body: Body) -> Iterator[Span]:
 
 OBSTACLES: tuple[Callable[[Body], Iterator[Span]], ...] = (
     _uncrossable,
+    _with_sparse_gradient,
     _transforms,
     _setters,
     _redescribed,

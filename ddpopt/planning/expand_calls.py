@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -146,7 +147,8 @@ def _trace(node: fx.Node, state: State) -> fx.GraphModule | None:
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
         return node.target(*args, **kwargs)  # type: ignore[operator]  # a call_function's target is callable
 
-    with _settings(state):
+    # as AOTAutograd traces: some operators are composed of others by Python code only
+    with _settings(state), enable_python_dispatcher():
         try:
             values = [*map(example_value, sources)]
             operations = make_fx(call)(*values)

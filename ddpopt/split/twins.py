@@ -92,7 +92,7 @@ def _layout(value: object) -> Hashable | None:
             return None
         kind = isinstance(value, torch.nn.Parameter), value.dtype, str(value.device)
         place = _exact(value.shape), _exact(value.stride()), _exact([value.storage_offset()])
-        autograd = value.requires_grad, value.is_leaf, value.is_conj(), value.is_neg()
+        autograd = value.requires_grad, value.is_leaf, value.is_conj(), value.is_neg(), value._is_view()
         return ("tensor", *kind, *place, *autograd, getattr(value, "_dynamo_static_input_type", None))
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return (type(value).__name__, str(value.node.expr))

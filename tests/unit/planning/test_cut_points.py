@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._dynamo.testing import EagerAndRecordGraphs
 from torch._higher_order_ops.wrap import tag_activation_checkpoint
+from torch.testing._internal.two_tensor import TwoTensor
 
 from ddpopt.graph.nodes import body_nodes
 from ddpopt.planning.cut_points import blocked_positions
@@ -20,6 +21,8 @@ TRANSFORM = "inside a functorch transform"
 HOOKS = "hooks on saved tensors are forbidden here"
 WRITES = "'{}' writes to memory that is read before"
 MAY_WRITE = "'{}' may write to memory that is read before"
+SPARSE = "'found' makes a sparse gradient"
+SUBCLASS: Any = TwoTensor(torch.ones(2), torch.ones(2))  # type: ignore[no-untyped-call]  # of torch
 READ_OFF = "'item' is read from a tensor that is written to"
 
 
@@ -78,7 +81,11 @@ def test_a_graph_may_be_cut_before_every_node_where_all_values_may_cross() -> No
     assert finished(builder, builder.method("relu", last)) == {}
 
 
-@pytest.mark.parametrize("made", [object(), torch.ones(2).as_subclass(type("DTensor", (Tensor,), {}))])
+@pytest.mark.parametrize(
+    "made",
+    [object(), SUBCLASS, torch.ones(2).to_sparse()],
+    ids=["stream", "tensor subclass", "sparse"],
+)
 def test_nothing_is_cut_between_what_cannot_cross_and_its_last_reader(made: object) -> None:
     builder = new_builder()
     stream = builder.call(of_torch(lambda _: made), builder.x)
@@ -192,6 +199,21 @@ def conjugated(x: Tensor, _: Tensor, __: Tensor) -> Tensor:
     return reader.sin()
 
 
+def of_a_table(x: Tensor, _: Tensor, table: nn.Parameter) -> Tensor:
+    scaled = table * 2
+    moved = scaled.sin()
+    place = x.abs()
+    found = nn.functional.embedding(place.long().flatten()[:2], moved, None, None, 2.0, False, True)
+    return found.cos()
+
+
+def gathered(x: Tensor, _: Tensor, table: nn.Parameter) -> Tensor:
+    scaled = table * 2
+    place = x.new_zeros(1, 2, dtype=torch.long)
+    found = torch.gather(scaled, 0, place, sparse_grad=True)
+    return found.cos()
+
+
 def nested(x: Tensor, _: Tensor, __: Tensor) -> Tensor:
     parts = torch.nested.nested_tensor_from_jagged(x.sin(), torch.arange(3))
     return (parts * 2).values() + x.cos()
@@ -217,6 +239,8 @@ def parameter_written(x: Tensor, _: Tensor, weight: Tensor) -> Tensor:
             {**dict.fromkeys(("item", "mul_"), WRITES.format("mul_")), "sin": READ_OFF, "mul": READ_OFF},
         ),
         (conjugated, {"reader": "'lazy' returns a value that cannot cross a cut"}),
+        (of_a_table, dict.fromkeys(("moved", "place", "long", "flatten", "getitem", "found"), SPARSE)),
+        (gathered, dict.fromkeys(("place", "found"), SPARSE)),
         (parameter_written, {}),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
