@@ -33,7 +33,7 @@ from ddpopt.graph.nodes import (
     operands,
 )
 from ddpopt.graph.rewriting import Argument, Copies, add_input, rewritten
-from ddpopt.graph.state import State, states
+from ddpopt.graph.state import ENTER_AUTOCAST, EXIT_AUTOCAST, states
 from ddpopt.planning.cut_points import Body, Span, up_to_last_write
 from ddpopt.planning.facts import gradient_carriers
 
@@ -85,15 +85,15 @@ def inline_idle_regions(gm: fx.GraphModule) -> fx.GraphModule:
 def _places(region: fx.GraphModule) -> dict[fx.Node, fx.Node]:
     """For each node of a body, the node before which the body is divided if a bucket ends there.
 
-    This is usually the node itself; inside a span of autocast or ``no_grad``, it is the start of the span,
-    which must not begin in one piece and end in another.
+    This is usually the node itself; inside a span of ``no_grad``, it is the start of the span, which must not
+    begin in one piece and end in another. A span of autocast is closed and opened again between two pieces.
     """
     found: dict[fx.Node, fx.Node] = {}
     body = Body(region.graph)
     blocked = body.blocked(_undivided(body))
     first_node = None
     for (node, state), why in zip(states(region.graph), blocked, strict=True):
-        if state == State():
+        if state.grad_enabled:
             first_node = node if why is None else None
         if first_node is not None:
             found[node] = first_node
@@ -102,8 +102,11 @@ def _places(region: fx.GraphModule) -> dict[fx.Node, fx.Node]:
 
 def _undivided(body: Body) -> Iterator[Span]:
     """Where a body must not be divided."""
-    numbers = (isinstance(example_value(node), SYMBOLIC) for node in body.nodes)
-    yield Span(0, sum(itertools.takewhile(bool, numbers)), "the readers of these numbers recompute them")
+    first = (isinstance(example_value(n), SYMBOLIC) or n.target is ENTER_AUTOCAST for n in body.nodes)
+    yield Span(0, sum(itertools.takewhile(bool, first)), "each piece recomputes numbers, and opens spans")
+    for index, node in enumerate(body.nodes):
+        if node.target is EXIT_AUTOCAST:
+            yield Span(index, index, "each piece closes spans")
     yield from up_to_last_write(body)  # a piece would write to what an earlier one saves
     taken: dict[fx.Node, None] = {}
     for node in filter(is_scalar, body.nodes):
@@ -149,14 +152,17 @@ def _write_pieces(
 ) -> Argument:
     """Add one checkpointed call for each piece of a region to `graph`; return the region's result."""
     values = {place: copies[given] for place, given in operands(region, body).items()}
-    pieces = [_with_scalars(nodes) for nodes in _pieces(body, first_nodes)]
+    begins = dict(states(body.graph))
+    divided = _pieces(body, first_nodes)
+    spans = [begins[nodes[0]].autocast for nodes in divided] + [()]
+    pieces = [_with_scalars([*span, *nodes]) for span, nodes in zip(spans, divided, strict=False)]
     for index, nodes in enumerate(pieces):
         later = {n for piece in pieces[index + 1 :] for n in _read(piece)}
         later.update(body.graph.output_node().all_input_nodes)
         exports = [node for node in nodes if node in later and node not in values]
         inputs = [n for n in _read(nodes) if n in values]
         name = f"{region.name}_piece_{index}"
-        held[name] = _piece(body, nodes, inputs, exports)
+        held[name] = _piece(body, nodes, inputs, exports, spans[index + 1])
         holder = graph.get_attr(name)
         call = graph.call_function(CHECKPOINT, (holder, *(values[n] for n in inputs)), dict(region.kwargs))
         call.meta = {**region.meta, "example_value": tuple(map(example_value, exports))}
@@ -208,9 +214,13 @@ def _read(piece: Sequence[fx.Node]) -> list[fx.Node]:
 
 
 def _piece(
-    body: fx.GraphModule, nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], exports: Sequence[fx.Node]
+    body: fx.GraphModule,
+    nodes: Sequence[fx.Node],
+    inputs: Sequence[fx.Node],
+    exports: Sequence[fx.Node],
+    spans: Sequence[fx.Node],
 ) -> fx.GraphModule:
-    """The body of one piece, with the policy of the whole region."""
+    """The body of one piece, with the policy of the whole region; it closes the spans that go on after it."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in inputs:
@@ -223,5 +233,7 @@ def _piece(
 
     for node in nodes:
         copies[node] = graph.node_copy(node, read)
+    for node in reversed(spans):
+        graph.call_function(EXIT_AUTOCAST, (copies[node],))
     graph.output(tuple(copies[node] for node in exports))
     return module_like(body, graph)

@@ -48,6 +48,13 @@ def under_autocast(region: Region, x: Tensor) -> Any:
     return region.layers[3](x.float())
 
 
+def all_under_autocast(region: Region, x: Tensor) -> Any:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for layer in region.layers:
+            x = layer(x).relu()
+    return x.float()
+
+
 def partly_without_grad(region: Region, x: Tensor) -> Any:
     x = region.layers[1](region.layers[0](x))
     with torch.no_grad():
@@ -69,7 +76,13 @@ def by_a_weight_of_its_share(region: Region, x: Tensor) -> Tensor:
     return x
 
 
-PIECES: dict[Body, int] = {plain: 4, under_autocast: 3, partly_without_grad: 3, in_place: 3}
+PIECES: dict[Body, int] = {
+    plain: 4,
+    under_autocast: 4,
+    all_under_autocast: 4,
+    partly_without_grad: 3,
+    in_place: 3,
+}
 
 
 @pytest.mark.parametrize(("body", "pieces"), PIECES.items())
