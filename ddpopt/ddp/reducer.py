@@ -76,6 +76,7 @@ class PlannedReducer(Reducer):
     Attributes:
         plan: the plan with its buckets.
         parameters: its parameters, in its own order.
+        expects_sparse: for each parameter, whether its gradient is sparse.
         names: the plan's name of each parameter, by ``id``; the module's name may have changed since.
         is_removed: whether it was disconnected from the backward by ``ddp._remove_autograd_hooks()``.
     """
@@ -87,6 +88,7 @@ class PlannedReducer(Reducer):
         self._ddp = weakref.ref(ddp)
         self._work_handle: tuple[Any, bool] | None = None
         self.parameters: list[torch.Tensor] = arguments["params"]
+        self.expects_sparse: list[bool] = arguments["expect_sparse_gradients"]
         self.is_removed = False
         self._strides = [parameter.stride() for parameter in self.parameters]
         # In unused-parameter mode C++ does not record the ready order, so there is nothing to forget.
@@ -216,6 +218,10 @@ def _own_gradients(ddp: Any, parameters: Sequence[torch.Tensor]) -> Iterator[Non
 
 def _reducer_arguments(ddp: Any, plan: Plan, names: Sequence[str]) -> dict[str, Any]:
     parameters, sparse = ddp._build_params_for_reducer()
+    mapping = ddp._build_debug_param_to_name_mapping(parameters)
+    if len(parameters) != len(names):  # the module has lost some since, which DDP goes on to reduce
+        parameters, sparse = ddp.reducer.parameters, ddp.reducer.expects_sparse
+        mapping = dict(enumerate(names))
     places = {name: place for place, name in enumerate(names)}
     # Pass on all switches that DDP and its reducer have in common; they differ between releases of torch.
     switches = re.findall(r"(\w+): bool", str(Reducer.__init__.__doc__))
@@ -229,7 +235,7 @@ def _reducer_arguments(ddp: Any, plan: Plan, names: Sequence[str]) -> dict[str, 
         # A static graph finds unused parameters by itself. If both were set, clearing the ready order would
         # also clear the parameters found, and each backward would wait to copy them from the device again.
         "find_unused_parameters": ddp.find_unused_parameters and not ddp.static_graph,
-        "param_to_name_mapping": ddp._build_debug_param_to_name_mapping(parameters),
+        "param_to_name_mapping": mapping,
     }
 
 

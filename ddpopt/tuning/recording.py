@@ -29,6 +29,7 @@ from ddpopt.ddp.deferral import patience
 from ddpopt.ddp.fit import require_between_iterations
 from ddpopt.ddp.reducer import install
 from ddpopt.errors import UsageError
+from ddpopt.planning.bucket_rule import ParamSpec
 from ddpopt.planning.model_graphs import specs_by_id
 from ddpopt.planning.plan import Plan
 from ddpopt.tuning.records import Gradient, Profile, conditions
@@ -118,10 +119,25 @@ class Watch:
         return self.hold is not None and getattr(self.ddp.reducer, "plan", None) == self._plan
 
     def one_each(self) -> Plan:
-        """A bucket for each gradient, in the order in which they were complete in the last backward."""
+        """A bucket for each gradient, in the order in which they were complete in the last backward.
+
+        Raises:
+            UsageError: parameters were replaced after the module was wrapped.
+        """
         at = self.ddp.reducer.get_backward_stats()
-        ready = sorted(zip(at, specs_by_id(self.ddp).values(), strict=True), key=lambda each: each[0])
+        ready = sorted(zip(at, self._specs(), strict=True), key=lambda each: each[0])
         return plan_of(([spec] for _, spec in ready), "profiled")
+
+    def _specs(self) -> list[ParamSpec]:
+        """What the reducer reduces, in its order; raises UsageError if the module has lost a part of it."""
+        reduced = len(self.ddp.reducer.get_backward_stats())
+        specs = [*specs_by_id(self.ddp).values()]
+        if len(specs) != reduced:
+            raise UsageError(
+                f"DDP reduces {reduced} parameters, and its module has {len(specs)} of them: some were "
+                "replaced; wrap the module in DDP again"
+            )
+        return specs
 
     def within(self, call: Callable[[], Value]) -> Course[Value]:
         """Call a function within the next reduction, on all ranks; the reducer holds its buckets.
@@ -158,10 +174,11 @@ class Watch:
             forward_s = float(self.ddp._get_ddp_logging_data()["forward_compute_time"]) / 1e9
             update_s, *ends = (between(sent, at) for at in (begin, *self.hold.times))
             self._rows.append([update_s, update_s + forward_s, *ends])
-        group, specs = self.ddp.process_group, {each.name: each for each in specs_by_id(self.ddp).values()}
-        order = [specs[bucket.params[0]] for bucket in self.ddp.reducer.plan.buckets]
+        group = self.ddp.process_group
         update_s, begin, *ends = yield from self.within(lambda: slowest(self._rows, group, self.device))
         ready = [end - begin for end in ends]
+        specs = {spec.name: spec for spec in self._specs()}  # other ranks do not wait, if this fails
+        order = [specs[bucket.params[0]] for bucket in self.ddp.reducer.plan.buckets]
         gradients = tuple(map(Gradient, order, ready))
         return Profile(gradients, begin - update_s, ready[-1], update_s, strategy, group.size(), conditions())
 

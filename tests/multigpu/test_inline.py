@@ -11,6 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo import compiled_autograd
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.utils import make_boxed_func
+from torch._functorch.compilers import nop
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.decomposition import select_decomp_table
 from torch.distributed._functional_collectives import all_reduce
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.common_utils import DeterministicGuard
@@ -19,6 +24,7 @@ import ddpopt
 from ddpopt.ddp import deferral
 from ddpopt.ddp.impose import imposed_plan
 from ddpopt.errors import UnsupportedError
+from ddpopt.planning.strategy import Strategy
 from ddpopt.ranks.group import Ranks
 from tests.multigpu.models import Gradients, Tower, hand_overs, hook_that_sees
 from tests.multigpu.training import SETTINGS, STEPS, Buckets, Setting, alike, batch, build, loss, train
@@ -274,3 +280,29 @@ def test_compiled_autograd_is_refused_before_anything_is_sent(ranks: Ranks) -> N
     capture = compiled_autograd._enable(torch.compile(backend="eager"))
     with capture, pytest.raises(UnsupportedError, match="compiled autograd captures this backward"):
         torch.autograd.backward(total)
+
+
+def boxed(gm: Any, _: Any) -> Any:
+    return make_boxed_func(gm.forward)
+
+
+AOT_OPTIONS: dict[str, dict[str, Any]] = {
+    "nothing compiles": {"fw_compiler": nop},
+    "only backward compiles": {"fw_compiler": nop, "bw_compiler": boxed},
+    "only inference compiles": {"fw_compiler": nop, "inference_compiler": boxed},
+    "partition": {"fw_compiler": boxed, "partition_fn": min_cut_rematerialization_partition},
+    "decompositions": {"fw_compiler": boxed, "decompositions": select_decomp_table()},
+    "mutations": {"fw_compiler": boxed, "keep_inference_input_mutations": True},
+}
+
+
+@pytest.mark.parametrize("strategy", ["inline", "split"])
+def test_every_option_of_aot_autograd_gives_eagers_gradients(ranks: Ranks, strategy: Strategy) -> None:
+    for name, options in AOT_OPTIONS.items():
+        torch._dynamo.reset()
+        eager, ddp = (wrapped(SETTINGS["default"], ranks) for _ in range(2))
+        backend: Any = aot_autograd(**options)
+        model = ddpopt.compile(ddp, backend=backend, strategy=strategy)
+        found = train(model, SETTINGS["default"], ranks, [])
+        torch.testing.assert_close(found, train(eager, SETTINGS["default"], ranks, []), msg=name)
+        assert imposed_plan(ddp) is not None

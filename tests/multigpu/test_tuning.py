@@ -156,6 +156,11 @@ def regrouped(ddp: Any, *_: object) -> None:
     ddp._update_process_group(c10d.new_subgroups_by_enumeration(alone)[0])
 
 
+def replaced(ddp: Any, *_: object) -> None:
+    """DDP goes on with the former parameters, which get no more gradients."""
+    ddp.module.layers[0] = copy.deepcopy(ddp.module.layers[0])
+
+
 def imposing(ddp: Any, *_: object) -> None:
     ddpopt.impose(ddp, plan_of([[*specs_by_id(ddp).values()]], "the user's"))
 
@@ -166,7 +171,7 @@ def compiling_again(ddp: Any, *_: object) -> None:
         gc.collect()
 
 
-EVENTS = (hooked, renamed, joined, accumulating, late, regrouped, imposing, compiling_again)
+EVENTS = (hooked, renamed, replaced, joined, accumulating, late, regrouped, imposing, compiling_again)
 LAST = 18
 
 
@@ -195,7 +200,7 @@ def test_whatever_ends_the_tuning_gradients_are_those_of_ddp_and_the_buckets_are
     monkeypatch.setattr(compiling, "WORTH", float("inf"))
     monkeypatch.setattr(recording, "patience", lambda _: timedelta(seconds=1))
     torch._dynamo.reset()
-    unused = UNUSED if event is accumulating else {}
+    unused = UNUSED if event in (accumulating, replaced) else {}
     eager, tuned = (build(Setting(arguments=unused), ranks) for _ in range(2))
     model = ddpopt.compile(tuned, backend="eager", buckets="auto")
     assert alike(ranks, train_with(model, event, at, ranks), train_with(eager, event, at, ranks))
@@ -251,7 +256,8 @@ def case() -> Case:
 def test_what_is_found_is_a_table_and_a_file_to_use_again(ranks: Ranks, strategy: str) -> None:
     tuned = tuned_on(ranks, case(), (strategy, "aot_eager"), LINK if strategy == "split" else None)
     text = tuned.to_json()
-    assert Plan.from_json(text) == tuned.rows[-1].plan
+    assert Plan.from_json(text) == tuned.chosen.plan
+    assert tune(tuned.profile, tuned.link) == tuned.rows[-1].plan
     assert (Profile.from_json(text), Link.from_json(text)) == (tuned.profile, tuned.link)
     assert [row.name for row in tuned.rows] == ["DDP's default", "bucket_cap_mb=1e-05", "tuned"]
     assert [len(row.plan.buckets) for row in tuned.rows][:2] == [1, 6]
