@@ -17,6 +17,72 @@ NOT_FINITE = "NaN or infinite on one side only"
 
 
 @dataclass(frozen=True)
+class Region:
+    """Which elements of a tensor are outside of their bound.
+
+    Attributes:
+        count: how many.
+        of: how many elements the tensor has.
+        first: their smallest index in each dimension.
+        last: their largest.
+        worst: the index of the one that is farthest outside.
+        got: its value.
+        expected: what it should be.
+    """
+
+    count: int
+    of: int
+    first: tuple[int, ...]
+    last: tuple[int, ...]
+    worst: tuple[int, ...]
+    got: float
+    expected: float
+
+    @property
+    def indices(self) -> str:
+        """The smallest box that holds all of them, as an index.
+
+        >>> Region(2, 36, (0, 1), (0, 4), (0, 1), 0.0, 0.25).indices
+        '[0, 1:5]'
+        """
+        spans = zip(self.first, self.last, strict=True)
+        return f"[{', '.join(str(one) if one == end else f'{one}:{end + 1}' for one, end in spans)}]"
+
+    def __str__(self) -> str:
+        many = f"{self.count} of {self.of} elements, in {self.indices}"
+        return f"{many}; at {[*self.worst]} {self.got:.6g} instead of {self.expected:.6g}"
+
+
+def region_of(wrong: Tensor, error: Tensor, got: Tensor, expected: Tensor) -> Region | None:
+    """Describe the elements that are wrong.
+
+    Args:
+        wrong: where they are.
+        error: how far each element is off; the largest one where something is wrong is shown.
+        got: the values.
+        expected: what they should be.
+
+    Returns:
+        The region; None if nothing is wrong.
+    """
+    if not bool(wrong.any()):
+        return None
+    index = wrong.nonzero()
+    off = error.double().nan_to_num(nan=float("inf")).where(wrong, -1.0).flatten()
+    place = int(off.argmax())
+    worst = [int(each) for each in torch.unravel_index(off.argmax(), wrong.shape)]
+    return Region(
+        count=len(index),
+        of=wrong.numel(),
+        first=tuple(index.amin(0).tolist()),
+        last=tuple(index.amax(0).tolist()),
+        worst=tuple(worst),
+        got=float(got.flatten()[place]),
+        expected=float(expected.flatten()[place]),
+    )
+
+
+@dataclass(frozen=True)
 class Difference:
     """How far a tensor is from its reference.
 
@@ -26,6 +92,7 @@ class Difference:
         ulps: largest distance in units in the last place of the tensor's dtype.
         note: a remark on this comparison for the reader; may be empty.
         right: whether the tensor passes.
+        region: which elements are outside; None if it passes, or if only the tensor as a whole does not.
     """
 
     error: float
@@ -33,6 +100,7 @@ class Difference:
     ulps: float
     note: str = ""
     right: bool = True
+    region: Region | None = None
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:
@@ -138,7 +206,9 @@ def bitwise(got: Tensor, expected: Tensor) -> Difference:
     if torch.equal(a, b) or bool(same(a, b).all()):
         return Difference(0.0, 0.0, 0.0)
     distance = ulps(got, expected) if a.is_floating_point() else float("inf")
-    return Difference(largest((a.double() - b.double()).abs()), 0.0, distance, right=False)
+    error = (a.double() - b.double()).abs()
+    region = region_of(~same(a, b), error, a, b)
+    return Difference(largest(error), 0.0, distance, right=False, region=region)
 
 
 @dataclass(frozen=True)
@@ -225,12 +295,14 @@ def communication(
     share = torch.where(error > 0, error / bound, 0).flatten()  # bounds differ in size
     worst = int(share.argmax())
     narrow = dense(got)
+    outside = (error > bound) | unlike
     return Difference(
         error=float(error.flatten()[worst]),
         bound=float(bound.flatten()[worst]),
         ulps=ulps(narrow.flatten()[worst], expected.flatten()[worst].to(narrow.dtype)),
         note=NOT_FINITE if unlike.any() else "",
-        right=bool((error <= bound).all()) and not unlike.any(),
+        right=not bool(outside.any()),
+        region=region_of(outside, error, value, expected),
     )
 
 

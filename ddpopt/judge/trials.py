@@ -198,8 +198,17 @@ def _judged(
                     trial = replace(trial, case=case.name, **impossible)
                 else:
                     trial = judge(reference, engines[trial.mode], settings.backend)
+                    trial = _with_remark_on_time(trial, settings.trial_limit_s)
             ranks.emit(Ended(index, trial))
             yield trial
+
+
+def _with_remark_on_time(trial: Trial, limit_s: float) -> Trial:
+    """A trial that says so if it came near its limit, which a busier machine would pass."""
+    if trial.seconds <= limit_s / 2:
+        return trial
+    note = f"more than half of the time limit was used: {trial.seconds:.1f} of {limit_s:g} s"
+    return replace(trial, notes=(*trial.notes, note))
 
 
 def _failed_reference(bench: Bench) -> dict[str, Any]:

@@ -35,13 +35,17 @@ class Finding:
             structure, ``"run"`` the step itself failed.
         claim: the invariant that does not hold, as a short sentence.
         message: what was expected, what was observed, and where.
-        rank: the rank that saw it; None if it concerns all ranks.
-        step: index of the training step, from 0; None if it concerns the whole run.
+        rank: the rank that saw it, or where it is worst; None if it concerns the whole run.
+        step: the first training step in which it is wrong, from 0; None if it concerns the whole run.
         parameter: name as in ``module.named_parameters()``, or of a buffer.
         bucket: index of the bucket that carried the parameter.
         ulps: largest distance in units in the last place of the gradient's dtype.
         error: largest error, in the unit of the gradient.
         bound: the largest allowed error, in the unit of the gradient.
+        ranks: all ranks that saw it.
+        indices: the smallest part of the tensor that holds all wrong elements, as an index.
+        got: the value of the worst element.
+        expected: what it should be.
     """
 
     level: str
@@ -54,11 +58,17 @@ class Finding:
     ulps: float | None = None
     error: float | None = None
     bound: float | None = None
+    ranks: tuple[int, ...] = ()
+    indices: str | None = None
+    got: float | None = None
+    expected: float | None = None
 
 
 @dataclass(frozen=True)
 class Measured:
     """The worst comparison of one parameter at one level, over steps and ranks.
+
+    Where it is wrong, this is the first step that is wrong.
 
     Attributes:
         parameter: its name.

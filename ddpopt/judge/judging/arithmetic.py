@@ -25,6 +25,7 @@ from ddpopt.judge.compare import (
     dense,
     exact,
     largest,
+    region_of,
     rms,
     same,
     ulps,
@@ -286,6 +287,20 @@ def arithmetic(got: Tensor, eager: Arithmetic) -> Difference:
         The root mean square of the error, and its bound; or the largest element and its bound, if that is
         exceeded.
     """
+    found = _judged_as_a_whole(got, eager)
+    if found.right:
+        return found
+    value = exact(got)
+    error = (value - eager.truth).abs()
+    odd = ~same(value.isfinite(), eager.eager.isfinite())
+    for bound in (eager.largest_bound, eager.rms_bound, 0.0):
+        outside = (error > bound) & eager.settled | odd
+        if region := region_of(outside, error.where(~odd, math.inf), value, eager.truth):
+            return replace(found, region=region)
+    return found
+
+
+def _judged_as_a_whole(got: Tensor, eager: Arithmetic) -> Difference:
     value = exact(got)
     if value.numel() == 0:
         return Difference(0.0, 0.0, 0.0)

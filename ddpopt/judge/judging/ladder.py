@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 
 import torch
 
-from ddpopt.judge.compare import Difference, bitwise, communication, dense
+from ddpopt.judge.compare import Difference, Region, bitwise, communication, dense
 from ddpopt.judge.engine import Engine
 from ddpopt.judge.judging.arithmetic import arithmetic
 from ddpopt.judge.judging.record import (
@@ -211,32 +211,51 @@ class Judged:
         measured: the figures.
         right: whether it passed.
         note: a remark on it.
+        region: which elements are wrong.
     """
 
     measured: Measured
     right: bool
     note: str = ""
+    region: Region | None = None
 
     @property
-    def weight(self) -> tuple[bool, float]:
-        """Larger for worse comparisons."""
-        return not self.right, self.measured.share
+    def key(self) -> tuple[str, str]:
+        """What was judged, and at which level."""
+        return self.measured.level, self.measured.parameter
 
-    def finding(self) -> Finding:
-        """The finding to report if it is wrong."""
+    @property
+    def weight(self) -> tuple[bool, int, float]:
+        """Larger for worse comparisons; of wrong ones, for the first step that is wrong."""
+        return not self.right, 0 if self.right else -self.measured.step, self.measured.share
+
+    def finding(self, ranks: Sequence[int], size: int) -> Finding:
+        """The finding to report if it is wrong.
+
+        Args:
+            ranks: those that found it wrong.
+            size: the number of ranks.
+        """
         seen = self.measured
+        on = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+        on = "all ranks" if len(ranks) == size > 1 else on
         bucket = f", bucket {seen.bucket}" if seen.bucket is not None else ""
         remark = f" ({self.note})" if self.note else ""
         by_optimizer = seen.level == "L0" and seen.parameter.startswith((PARAMETER, STATE))
         is_step = seen.moment.startswith("step ")
         moment = seen.moment if is_step else f"extra step: {seen.moment}"
         message = (
-            f"{_what(seen.parameter)}{bucket}, {moment}, rank {seen.rank}: off by {seen.error:.3g} "
+            f"{_what(seen.parameter)}{bucket}, {moment}, {on}: off by {seen.error:.3g} "
             f"where {seen.bound:.3g} is allowed, {seen.ulps:.3g} ULP{remark}"
         )
         fields = asdict(seen) | {"step": seen.step if is_step else None}
         del fields["moment"]
-        return Finding(claim=BY_OPTIMIZER if by_optimizer else CLAIM[seen.level], message=message, **fields)
+        if self.region is not None:
+            message = f"{message}; {self.region}"
+            shown = self.region
+            fields |= {"indices": shown.indices, "got": shown.got, "expected": shown.expected}
+        claim = BY_OPTIMIZER if by_optimizer else CLAIM[seen.level]
+        return Finding(claim=claim, message=message, ranks=tuple(ranks), **fields)
 
 
 def _what(name: str) -> str:
@@ -279,7 +298,7 @@ class Sheet:
             step=number.step,
             moment=number.moment,
         )
-        self.judged.append(Judged(measured, difference.right, difference.note))
+        self.judged.append(Judged(measured, difference.right, difference.note, difference.region))
         if difference.note and difference.right:
             self.say(difference.note, name)
 
@@ -301,9 +320,8 @@ def worst(items: Iterable[Judged]) -> list[Judged]:
     """The worst comparison for each number and level."""
     found: dict[tuple[str, str], Judged] = {}
     for item in items:
-        key = (item.measured.level, item.measured.parameter)
-        if key not in found or item.weight > found[key].weight:
-            found[key] = item
+        if item.key not in found or item.weight > found[item.key].weight:
+            found[item.key] = item
     return list(found.values())
 
 
@@ -329,7 +347,12 @@ def findings(sheets: Sequence[Sheet], judged: Sequence[Judged], ready: Sequence[
         ready: names of the parameters in ready order.
     """
     said = [finding for sheet in sheets for finding in sheet.findings]
-    said += [item.finding() for item in judged if not item.right]
+    ranks: dict[tuple[str, str], list[int]] = {}
+    for sheet in sheets:
+        for item in sheet.judged:
+            if not item.right:
+                ranks.setdefault(item.key, []).append(sheet.rank)
+    said += [item.finding(ranks[item.key], len(sheets)) for item in judged if not item.right]
     seen: dict[tuple[str, str, str], Finding] = {}
     for finding in said:
         seen.setdefault((finding.level, finding.claim, finding.message), finding)

@@ -7,7 +7,9 @@ page, and such a page stays far below GitHub's limit of 1 MiB.
 
 import html
 import os
+import re
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
@@ -27,6 +29,8 @@ SUFFIXES = (".xml", ".html", ".md")
 SUMMARY = "GITHUB_STEP_SUMMARY"
 """The variable that GitHub Actions sets to the file of a step's summary; the file has no suffix."""
 
+EVERY_S = 10.0
+"""Seconds between two lines about one phase in a log."""
 SIGNS = {0: "\N{WHITE HEAVY CHECK MARK}", 1: "\N{CROSS MARK}", 3: "\N{WARNING SIGN}"}
 AT_MOST = 2**18
 """Characters of the text that are shown."""
@@ -69,15 +73,38 @@ def _suffix(file: str) -> str:
 
 @contextmanager
 def status_line(first: str) -> Iterator[Callable[[Any], None]]:
-    """Show a line on stderr if it is a terminal; yields a function that replaces the line.
+    """Show on stderr what goes on; yields a function that takes what begins.
 
-    Other output to stderr stays above the line. ``NO_COLOR`` is respected; ``FORCE_COLOR`` makes no terminal.
+    On a terminal it is one line, below all other output to stderr. In a log it is a line for each phase:
+    texts that differ only in numbers are one phase, of which a line appears every `EVERY_S` seconds.
+    ``NO_COLOR`` is respected; ``FORCE_COLOR`` makes no terminal.
 
     Args:
-        first: the first text of the line.
+        first: the first text; on a terminal only.
     """
+    if not sys.stderr.isatty():
+        yield _PhaseLog()
+        return
     with Console(stderr=True, force_terminal=sys.stderr.isatty()).status(escape(first)) as status:
         yield lambda line: status.update(escape(line))
+
+
+class _PhaseLog:
+    """Prints what begins, in a log."""
+
+    def __init__(self) -> None:
+        self._phase = ""
+        self._printed_s = 0.0
+
+    def __call__(self, line: Any) -> None:
+        phase = re.sub(r"\d+", "", str(line))
+        now_s = time.monotonic()
+        is_due = phase != self._phase or now_s - self._printed_s >= EVERY_S
+        if is_due and os.environ.get("RANK", "0") == "0":  # torchrun shows all ranks
+            sys.stderr.write(f"ddpopt: {line}\n")
+            sys.stderr.flush()
+            self._phase = phase
+            self._printed_s = now_s
 
 
 def show(text: str, data: str, json: str | None, others: Sequence[Callable[[], None]] = ()) -> None:

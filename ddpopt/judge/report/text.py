@@ -99,7 +99,7 @@ def _tables(trial: Trial) -> Iterator[str]:
 
 def _level(entries: Sequence[Measured]) -> tuple[object, ...]:
     worst = worst_first(entries)[0]
-    where: object = Noted(worst.parameter, f"rank {worst.rank}, step {worst.step}")
+    where: object = Noted(worst.parameter, f"rank {worst.rank}, {worst.moment or f'step {worst.step}'}")
     if all(entry.ulps == 0 and entry.error == 0 for entry in entries):
         where = "all equal, bit for bit"
     return worst.level, len(entries), where, number(worst.ulps), number(worst.error), number(worst.bound)
