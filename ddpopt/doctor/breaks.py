@@ -76,4 +76,5 @@ def _finding(text: str, file: str, line: int, cost: str) -> Advice:
     steps = [hint for hint in hints if not any(part in hint for part in _EMPTY_HINTS)][:2] or [_REWRITE]
     links = [found[0] for each in lines if (found := _LINK.search(each))]
     steps += [f"See {links[0]}"] if links else []
-    return Advice("graph break", Weight.SLOW, f"{what} The line: {code}" if code else what, " ".join(steps))
+    shown = f"{what} The line: {code}" if code else what
+    return Advice("graph break", Weight.SLOW, shown, " ".join(steps), place=f"{file}:{line}")

@@ -35,12 +35,16 @@ class Advice:
         weight: how much it matters.
         what: the finding, in sentences.
         step: the next step to take, in sentences.
+        place: file and line of the cause, as ``"model.py:7"``; empty if unknown.
+        symptoms: other findings that follow from this one, in sentences.
     """
 
     topic: str
     weight: Weight
     what: str
     step: str
+    place: str = ""
+    symptoms: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -118,7 +122,10 @@ class Diagnosis:
             yield "Nothing to do: nothing was found that costs overlap or compile time."
         for number, finding in enumerate(self.problems, 1):
             label = f"{number}. {finding.weight.value}, {finding.topic}: "
-            yield f"{paragraph(label + finding.what, '   ')}\n{paragraph(f'   Next: {finding.step}', '   ')}"
+            lines = [paragraph(label + finding.what, "   ")]
+            lines += [paragraph(f"   So: {symptom}", "   ") for symptom in finding.symptoms]
+            lines.append(paragraph(f"   Next: {finding.step}", "   "))
+            yield "\n".join(lines)
         for mode, buckets in self.buckets.items():
             rows = [(bucket.index, mib(bucket.nbytes), names(bucket.params)) for bucket in buckets]
             columns = [*numbers("bucket", "MiB"), Column("gradients")]

@@ -11,6 +11,8 @@ Invariant: after `taking_notes` all of these have their previous contents. Compi
 
 import contextlib
 import copy
+import logging
+import os
 import traceback
 from collections import deque
 from collections.abc import Iterator
@@ -33,6 +35,24 @@ _TORCH = Path(torch.__file__).parent
 _DDPOPT = Path(__file__).parents[1]
 _MICROSECONDS = 1e-6
 _utils: Any = torch._dynamo.utils  # private, and torch does not type all of it
+
+
+@contextlib.contextmanager
+def without_logs_of_torch() -> Iterator[None]:
+    """Keep torch's log off stderr, unless the user asked for it with ``TORCH_LOGS``: notes have all of it."""
+    loggers = [
+        logging.getLogger(name) for name in logging.root.manager.loggerDict if name.startswith("torch")
+    ]
+    shown = [each for logger in loggers for each in logger.handlers if type(each) is logging.StreamHandler]
+    silenced = [] if os.environ.get("TORCH_LOGS") else list(dict.fromkeys(shown))
+    levels = [each.level for each in silenced]
+    for each in silenced:
+        each.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for each, level in zip(silenced, levels, strict=True):
+            each.setLevel(level)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,9 @@ import torch
 
 from ddpopt.cases.case import Case
 from ddpopt.doctor.breaks import break_findings
+from ddpopt.doctor.causes import NOT_COMPILED, WAITS_IN_VAIN, causes_first
 from ddpopt.doctor.diagnosis import Advice, Diagnosis, Weight
+from ddpopt.doctor.dynamo import without_logs_of_torch
 from ddpopt.doctor.mode_run import EAGER, OURS, TORCH, ModeRun, run_mode
 from ddpopt.doctor.options import option_findings
 from ddpopt.doctor.parameters import find_unused, unused_findings
@@ -64,8 +66,9 @@ def diagnose(
     _require_usable(kwargs, steps, ranks)
     compiler = find_compiler(backend_of(backend))
     unused = find_unused(case, ranks, steps, tell)
-    explanation, untraced = _explain(case, kwargs)
-    with generators_kept(), one_rank():
+    with without_logs_of_torch():
+        explanation, untraced = _explain(case, kwargs)
+    with generators_kept(), one_rank(), without_logs_of_torch():
         eager, *compiled = _runs(case, kwargs, compiler, steps, tell)
         model = case.model()
         ignored = tuple(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
@@ -84,7 +87,7 @@ def diagnose(
         ranks=ranks,
         torch_version=torch.__version__,
         python_version=platform.python_version(),
-        findings=tuple(sorted(findings, key=lambda finding: [*Weight].index(finding.weight))),
+        findings=causes_first(findings),
         buckets={run.mode: run.buckets for run in compiled if not run.failure},
         unused=unused,
     )
@@ -145,9 +148,9 @@ def _run_findings(eager: ModeRun, compiled: Sequence[ModeRun]) -> Iterator[Advic
             yield Advice(
                 "run",
                 Weight.SLOW,
-                f"Under {run.mode} no part of the model is compiled: it runs in eager.",
-                "See the graph breaks in this report; if there are none, Dynamo skips the module's frames "
-                "(pytorch#140416): compile with ddpopt.compile(ddp), or wrap the module in one of your own.",
+                f"Under {run.mode} {NOT_COMPILED}: it runs in eager.",
+                "Dynamo skips the module's frames (pytorch#140416): compile with ddpopt.compile(ddp), or "
+                "wrap the module in one of your own.",
             )
 
 
@@ -155,7 +158,7 @@ def _eager_failed(eager: ModeRun) -> Advice:
     what = f"Eager DDP fails in step {eager.failed_step}"
     if _waits_in_vain(eager):
         what += (
-            ", because some parameters got no gradient in the previous step. The compiled modes were run "
+            f", {WAITS_IN_VAIN} in the previous step. The compiled modes were run "
             "with find_unused_parameters=True."
         )
         return Advice("run", Weight.WRONG, what, "See the finding on parameters.")

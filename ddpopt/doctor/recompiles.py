@@ -74,7 +74,9 @@ def _finding(same: Sequence[Frame]) -> Advice:
         weight = Weight.NOTE
         cost = "It is called in two ways in every step; the second compilation serves all later steps."
     line = f" The line: {read_by}" if read_by else ""
-    return Advice("recompile", weight, f"{what} {cost}{line}", step_for(guard))
+    resumed = _RESUMED.match(first.function)
+    place = f"{first.file}:{resumed[2]}" if resumed else ""
+    return Advice("recompile", weight, f"{what} {cost}{line}", step_for(guard), place)
 
 
 def step_for(guard: str) -> str:

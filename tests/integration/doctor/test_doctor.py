@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch import distributed as dist
@@ -96,6 +97,42 @@ def test_a_branch_on_a_tensor_is_called_so_and_has_a_way_out() -> None:
     assert "torch.where" in finding.step
 
 
+class Printing(Healthy):
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self.first(x)
+        print(float(x.sum()))  # noqa: T201  # it is what breaks the graph
+        return self.second(x)
+
+
+class Abandoned(Healthy):
+    def forward(self, x: torch.Tensor) -> Any:
+        for layer in (self.first, self.second):
+            with torch.no_grad():
+                x.sum().item()
+            try:
+                raise ValueError(x.sum().item())
+            except ValueError:
+                x = layer(x)
+        return x
+
+
+def drawn(rank: int, step: int) -> Call:
+    return (torch.randn(4, 8),), {}
+
+
+def test_what_follows_from_a_break_is_said_with_it(capfd: pytest.CaptureFixture[str]) -> None:
+    (finding,) = diagnose(case_of(Printing, drawn), backend="eager").problems
+    assert finding.topic == "graph break"
+    assert "The line: print(float(x.sum()))" in finding.what
+    reason, recompiled = finding.symptoms
+    assert "Failed to trace builtin operator" in reason
+    assert "after the graph break at line" in recompiled
+    (abandoned, *_) = diagnose(case_of(Abandoned, drawn), backend="eager").problems
+    assert abandoned.topic == "graph break"
+    assert any("no part of the model is compiled" in each for each in abandoned.symptoms)
+    assert "torch/_dynamo" not in capfd.readouterr().err
+
+
 # ------------------------------------------------------------------------------------------- recompiles
 
 
@@ -113,7 +150,7 @@ def test_a_recompile_has_its_guard_its_step_and_the_dimension_to_mark() -> None:
 
 
 NEVER = {"never.weight": True, "never.bias": True}
-WRONG = [(Weight.WRONG, "run"), (Weight.WRONG, "parameters")]
+WRONG = [(Weight.WRONG, "parameters")]
 
 
 def topics(diagnosis: Diagnosis) -> list[tuple[Weight, str]]:
@@ -124,6 +161,7 @@ def test_an_unused_parameter_is_wrong_unless_ddp_looks_for_it() -> None:
     diagnosis = diagnose(case_of(Skipping), backend="eager")
     assert {unused.name: unused.always for unused in diagnosis.unused} == NEVER
     assert topics(diagnosis) == WRONG
+    assert diagnosis.problems[0].symptoms[0].startswith("Eager DDP fails in step 1, because some parameters")
     assert diagnosis.exit_code == 1
 
 
