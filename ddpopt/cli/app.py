@@ -19,7 +19,7 @@ import ddpopt
 from ddpopt.cli import options as given
 from ddpopt.errors import DdpoptError, UsageError
 from ddpopt.explanation.tables import Column, table
-from ddpopt.judge.report.files import RESULTS, require_writable, show, status_line, write_report
+from ddpopt.judge.report.files import RESULTS, require_writable, show, status_line, write_page
 
 
 class _Command(TyperCommand):
@@ -80,8 +80,7 @@ app = typer.Typer(
     epilog="Exit codes: 0 right, 1 the program under test is wrong, 2 usage, 3 not judged.",
     no_args_is_help=True,
     add_completion=False,
-    # plain help and plain errors, the same in every terminal and every log
-    rich_markup_mode=None,
+    rich_markup_mode=None,  # plain help and plain errors, the same in every terminal and every log
     pretty_exceptions_enable=False,
 )
 
@@ -292,6 +291,7 @@ def gate(  # noqa: PLR0913  # one for each option of the command line
     baseline; --update writes it, with new targets and the options that are given.
     """
     from ddpopt.gate.gate import gate as compare
+    from ddpopt.gate.page import page
     from ddpopt.judge.modes import MODES
 
     asked: dict[str, Any] = {"nproc": nproc, "backend": backend, "steps": steps, "device": device}
@@ -307,8 +307,8 @@ def gate(  # noqa: PLR0913  # one for each option of the command line
             update=update,
             begin=lambda name, total: show_line(f"{name}, one of {total} cases"),
         )
-    told = comparison.as_verdict(), comparison.headline, str(comparison)
-    others: list[Any] = [functools.partial(write_report, file, *told) for file in report or ()]
+    made = functools.partial(page, comparison)
+    others: list[Any] = [functools.partial(write_page, file, made) for file in report or ()]
     others += [lambda: typer.echo(f"ddpopt: {renew()}", err=True)] if update else []
     show(str(comparison), comparison.to_json(), json, others)
     raise typer.Exit(0 if comparison.updates else comparison.exit_code)

@@ -10,7 +10,10 @@ from typing import Any
 
 import torch
 
+from ddpopt.cases.case import Case
 from ddpopt.cases.targets import resolve
+from ddpopt.doctor.breaks import break_findings
+from ddpopt.doctor.dynamo import taking_notes, without_logs_of_torch
 from ddpopt.errors import UsageError
 from ddpopt.gate.baseline import Baseline, Figures, Measuring, named, read, release_of, write
 from ddpopt.gate.comparison import Comparison, changes
@@ -60,11 +63,19 @@ def gate(
         before = kept.figures(release, file)
     whole = not targets or (kept is not None and replace(kept.settings, targets=settings.targets) != settings)
     due = settings.targets if whole else named(targets)
-    now = _measure(settings, due, lambda name: begin(name, len(due)))
+    now, causes = _measure(settings, due, lambda name: begin(name, len(due)))
     left_out = tuple(name for name in settings.targets if name not in due)
     old = {name: case for name, case in before.items() if whole or name in due}
     comparison = Comparison(
-        str(file), release, settings.nproc, now, changes(old, now), left_out, updates=update
+        str(file),
+        release,
+        settings.nproc,
+        now,
+        changes(old, now),
+        left_out,
+        updates=update,
+        is_new=kept is None,
+        causes=causes,
     )
     if not update:
         return comparison, lambda: ""
@@ -115,10 +126,12 @@ def settings_of(
     return settings
 
 
-def _measure(settings: Measuring, due: Sequence[str], begin: Callable[[str], None]) -> Figures:
-    """Measure each case on new ranks; returns rank 0's figures."""
+def _measure(
+    settings: Measuring, due: Sequence[str], begin: Callable[[str], None]
+) -> tuple[Figures, Mapping[str, Sequence[str]]]:
+    """Measure each case on new ranks; returns rank 0's figures, and by case where graphs break."""
     if not due:
-        return {}
+        return {}, {}
 
     def hear(event: object) -> None:
         if isinstance(event, str):
@@ -128,13 +141,26 @@ def _measure(settings: Measuring, due: Sequence[str], begin: Callable[[str], Non
     return launch(_on_rank, settings, due, nproc=size, limit_s=RUN_LIMIT_S, device=device, on_event=hear)[0]
 
 
-def _on_rank(ranks: Ranks, settings: Measuring, due: Sequence[str]) -> Figures:
+def _on_rank(
+    ranks: Ranks, settings: Measuring, due: Sequence[str]
+) -> tuple[Figures, Mapping[str, Sequence[str]]]:
     backend = backend_of(settings.backend)
     found = {}
+    causes = {}
     with gc_frozen():
         for name in due:
             ranks.emit(name)
             collect_and_freeze()
             with ranks.limited(CASE_LIMIT_S, f"the gate: {name}"):
-                found[name] = case_figures(resolve(name), settings, backend, ranks)
-    return found
+                case = resolve(name)
+                found[name] = case_figures(case, settings, backend, ranks)
+                causes[name] = [] if failures(found[name]) else _breaks(case, ranks)
+    return found, causes
+
+
+def _breaks(case: Case, ranks: Ranks) -> list[str]:
+    """Where Dynamo breaks the graphs of a case that runs in all modes, with the reasons."""
+    args, kwargs = case.inputs(ranks.rank, 0)
+    with taking_notes() as notes, without_logs_of_torch():
+        torch.compile(case.model(), backend="eager")(*args, **kwargs)
+    return [finding.what for finding in break_findings(notes)]

@@ -161,7 +161,7 @@ def write(option: str, file: str | Path, text: str, mode: str = "w") -> None:
 
 
 def write_report(file: str, verdict: Verdict, headline: str, text: str) -> None:
-    """Write a report.
+    """Write a report of a verdict.
 
     Args:
         file: the file to write. The report is appended to the file that GitHub sets for a step's summary.
@@ -172,7 +172,20 @@ def write_report(file: str, verdict: Verdict, headline: str, text: str) -> None:
     Raises:
         UsageError: it cannot be written.
     """
-    page = _page(_suffix(file), verdict, headline, text)
+    write_page(file, lambda suffix: _page(suffix, verdict, headline, text))
+
+
+def write_page(file: str, page_of: Callable[[str], str]) -> None:
+    """Write a report in the form that its suffix says.
+
+    Args:
+        file: as for `write_report`.
+        page_of: makes the text for a suffix.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    page = page_of(_suffix(file))
     write("--report", file, f"{page}\n", "a" if file == os.environ.get(SUMMARY) else "w")
 
 

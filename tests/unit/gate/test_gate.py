@@ -41,9 +41,11 @@ def measuring(monkeypatch: pytest.MonkeyPatch) -> Measures:
     def measures(figures: Figures) -> Asked:
         asked: Asked = []
 
-        def measure(settings: Measuring, due: tuple[str, ...], _: object) -> Figures:
+        def measure(settings: Measuring, due: tuple[str, ...], _: object) -> Any:
             asked.append((settings, due))
-            return {name: figures[name] for name in due if name in figures}
+            return {name: figures[name] for name in due if name in figures}, {
+                "gpt": ["Graph break at a.py:7"]
+            }
 
         monkeypatch.setattr(module, "_measure", measure)
         return asked
@@ -68,7 +70,15 @@ def test_a_change_fails_in_every_report(file: Path, measuring: Measures) -> None
     assert result.exit_code == 1
     data = json.loads(result.stdout)
     assert (data["passes"], len(data["changes"]), data["figures"]) == (False, 1, with_mode(graphs=2))
-    assert all("graphs: 1 before, 2 now" in report.read_text() for report in reports)
+    assert data["outcome"] == "CHANGED"
+    assert "graphs: 1 before, 2 now" in reports[0].read_text()
+    for report in reports[1:]:
+        page = report.read_text()
+        assert "CHANGED: 1 change; 2 cases against" in page
+        assert "WRONG" not in page
+        assert "Graph break at a.py:7" in page
+        assert f"ddpopt gate --baseline {file} --update" in page
+    assert "<td>gpt</td><td>ddpopt-inline</td><td>graphs</td><td>1</td><td>2</td>" in reports[2].read_text()
     assert "gpt, ddpopt-inline\n  graphs: 1 before, 2 now" in run("gate", "--baseline", str(file)).stdout
     assert file.read_text() == before
 
@@ -106,7 +116,11 @@ def test_a_new_baseline_keeps_what_was_asked_for(tmp_path: Path, measuring: Meas
     assert (result.exit_code, "2 cases against" in result.stdout) == (2, True)
     assert f"--baseline: cannot write {str(file)!r}: File too large; name another" in result.stderr
     file.unlink()
-    assert run("gate", *words.split(), str(file)).exit_code == 0
+    page = tmp_path / "gate.html"
+    result = run("gate", *words.split(), str(file), "--report", str(page))
+    assert result.exit_code == 0
+    assert result.stdout.startswith("NEW; 2 cases against")
+    assert "What changed" not in page.read_text()
     settings = Measuring(("gpt", "tied"), ("ddpopt-split",), "eager", nproc=3, steps=4)
     assert kept(file).settings == asked[0][0] == settings
 
