@@ -27,7 +27,7 @@ class _Command(TyperCommand):
 
     def invoke(self, ctx: Any) -> Any:
         get = ctx.params.get
-        given.require_positive(**{name: get(name) for name in given.POSITIVE})
+        given.require_usable(ctx.params)
         outputs = [(f"--{name}", get(name)) for name in ("json", "trace", "html")]
         outputs += [("--report", file) for file in get("report") or ()]
         outputs += [("--baseline", get("baseline"))] * bool(get("update"))

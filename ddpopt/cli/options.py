@@ -5,18 +5,21 @@ Invariant: an option that several commands have means the same in all of them, a
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
 
 from ddpopt.errors import UsageError
+from ddpopt.judge import names
+from ddpopt.judge.names import full_name, named
 
 NAMES = "A,B,..."
 BACKEND = "aot_eager"
 NPROC = 2
 STEPS = 3
 MOST_MB = 8.0
+COUNTS = ("nproc", "steps")
 POSITIVE = ("timeout", "minutes", "examples", "tries", "most_mb")
 TIMEOUT_S = 300.0
 """Inductor may take minutes to compile a large model."""
@@ -193,16 +196,34 @@ def chosen(text: str | None, known: Iterable[str], option: str) -> tuple[str, ..
     Raises:
         UsageError: a name is unknown.
     """
-    from ddpopt.judge.modes import full_name, named  # imports torch
-
-    names = dict.fromkeys(known)
+    all_of_them = dict.fromkeys(known)
     if text is None or text == "all":
-        return tuple(names) if text else ()
+        return tuple(all_of_them) if text else ()
     parts = [part.strip() for part in text.split(",")]
-    found = tuple(dict.fromkeys(part if part in names else full_name(part) for part in parts))
+    found = tuple(dict.fromkeys(part if part in all_of_them else full_name(part) for part in parts))
     for name in found:
-        named(name, names, option)
+        named(name, all_of_them, option)
     return found
+
+
+def require_usable(given: Mapping[str, Any]) -> None:
+    """Refuse wrong numbers and names before torch is imported, which takes seconds.
+
+    Args:
+        given: a command's arguments, by name.
+
+    Raises:
+        UsageError: a count is not positive, or there is no such mode or option.
+    """
+    require_positive(**{name: given.get(name) for name in POSITIVE})
+    for name in COUNTS:
+        number = given.get(name)
+        if number is not None and number < 1:
+            raise UsageError(f"--{name}: expected a positive number, got {number!r}")
+    if "options" in given:  # of 'verify' and 'matrix', whose modes are all that there are
+        chosen(given["options"], names.OPTIONS, "--options")
+        others = {*(given["mode"] or "").split(",")} - {*names.MODES}
+        chosen(given["mode"], (*names.MODES, *(names.registered() if others else ())), "--mode")
 
 
 def require_positive(**numbers: float | None) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from ddpopt.errors import UsageError
 from ddpopt.explanation.tables import MIB, Column, Noted, numbers, paragraph, table
 from ddpopt.judge.backends import backend_of
-from ddpopt.judge.modes import named
+from ddpopt.judge.names import named
 from ddpopt.judge.report.files import show, status_line, write
 from ddpopt.ranks.failures import RanksFailed
 from ddpopt.ranks.group import joined, under_torchrun

@@ -17,7 +17,8 @@ from ddpopt.judge.backends import backend_of
 from ddpopt.judge.locate import locate
 from ddpopt.judge.matrix import CASES
 from ddpopt.judge.meshes import Sizes, require_parts
-from ddpopt.judge.modes import MODES, engines, mode_of
+from ddpopt.judge.modes import MODES, engines
+from ddpopt.judge.names import mode_of
 from ddpopt.judge.option_cases import differing
 from ddpopt.judge.options import OPTIONS
 from ddpopt.judge.report.files import show, status_line, write_report

@@ -6,10 +6,10 @@ Without a backend every built-in one runs uncompiled, so that faults of compilat
 
 import copy
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -19,14 +19,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ddpopt.cases.targets import called, imported
-from ddpopt.errors import UsageError, did_you_mean
+from ddpopt.errors import UsageError
 from ddpopt.judge.engine import Engine, compiled
 from ddpopt.judge.frameworks import Accelerated, Fabricated
+from ddpopt.judge.names import REGISTERED, full_name, named
 from ddpopt.judge.sharded import FullyShard, FullyShardedDataParallel1, Replicate, ReplicateByFsdp
 from ddpopt.planning.strategy import Strategy
-
-REGISTERED = "ddpopt.engines"
-"""The entry-point group of packages that bring engines."""
 
 
 class Local(Engine):
@@ -141,7 +139,6 @@ MODES: tuple[Engine, ...] = (
     Accelerated("accelerate", "Accelerate"),
     Fabricated("fabric", "Lightning Fabric"),
 )
-STRATEGIES = ("split", "inline", "step", "auto")
 LOCAL = Local("local", "the model alone, nothing reduced")
 
 
@@ -178,11 +175,6 @@ def mode(given: str | Engine, given_as: str = "mode") -> Engine:
     return named(name, known if name in known else known | _registered(), given_as)
 
 
-def full_name(name: str) -> str:
-    """The name of a mode; a strategy stands for the mode that runs it."""
-    return mode_of(name) if name in STRATEGIES else name
-
-
 def _made(name: str, found: Any) -> Engine:
     """Make an engine of what a name refers to; reports use that name, which other processes know too."""
     made = found if isinstance(found, Engine) or not callable(found) else called(name, found, 0)
@@ -209,33 +201,3 @@ def _loaded(point: EntryPoint) -> Any:
             f"engine {point.name!r}: cannot import {point.value!r}: {type(error).__name__}: {error}; repair "
             "or remove the package that registers it"
         ) from error
-
-
-def mode_of(strategy: str) -> str:
-    """Name the mode that runs a strategy: ``inline`` and ``auto`` differ only in what is logged."""
-    modes = {each: f"ddpopt-{each}" for each in STRATEGIES} | {"auto": "ddpopt-inline"}
-    return named(strategy, modes, "strategy")
-
-
-T = TypeVar("T")
-
-
-def named(name: str, known: Mapping[str, T], given_as: str) -> T:
-    """Look up a name.
-
-    Args:
-        name: the name.
-        known: all objects, by name.
-        given_as: the caller's argument, a parameter or a command-line option, for the error.
-
-    Returns:
-        The object with this name.
-
-    Raises:
-        UsageError: there is none.
-    """
-    if name not in known:
-        raise UsageError(
-            f"{given_as}: expected one of {', '.join(known)}, got {name!r}{did_you_mean(name, known)}"
-        )
-    return known[name]

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 from ddpopt.judge import option_cases as cases
 from ddpopt.judge import option_steps as do
-from ddpopt.judge.modes import named
+from ddpopt.judge.names import named
 from ddpopt.judge.trainer import Option
 from ddpopt.judge.updating import LEARNING_RATE, Recipe
 

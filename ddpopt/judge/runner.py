@@ -23,7 +23,8 @@ from ddpopt.judge.attempts import Attempts, Progress
 from ddpopt.judge.engine import Engine
 from ddpopt.judge.judge import GIVES
 from ddpopt.judge.meshes import require_parts
-from ddpopt.judge.modes import mode, mode_of
+from ddpopt.judge.modes import mode
+from ddpopt.judge.names import mode_of
 from ddpopt.judge.options import option
 from ddpopt.judge.trials import (
     STEPS,

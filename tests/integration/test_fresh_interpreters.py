@@ -129,3 +129,29 @@ def test_distributed_autograd_gets_its_gradients_from_split_and_is_refused_by_in
     gradients, refusal, none = done.stdout.splitlines()
     assert (gradients, none) == ("4", "0")
     assert refusal.endswith('use ddpopt.compile(..., strategy="split")')
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["verify", "gpt", "--nproc", "0"],
+        ["verify", "gpt", "--mode", "inlined"],
+        ["matrix", "--options", "statik"],
+        ["fuzz", "--minutes", "-1"],
+        ["gate", "--baseline", "b.json", "--report", "page.pdf"],
+        ["tune"],
+        ["--nothing"],
+    ],
+    ids=" ".join,
+)
+def test_a_wrong_argument_is_refused_before_torch_is_imported(words: list[str]) -> None:
+    code = (
+        "import sys\n"
+        "from ddpopt.cli.app import app\n"
+        "try:\n"
+        f"    app({words!r})\n"
+        "except SystemExit as end:\n"
+        "    print(end.code, 'torch' in sys.modules, file=sys.__stdout__)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout.splitlines()[-1] == "2 False"

@@ -85,7 +85,7 @@ def test_the_command_that_fuzz_prints_for_a_failure_runs(capsys: pytest.CaptureF
         ("tune tied --trace=", "--trace: cannot write ''; name a file in a writable folder"),
         ("verify tied --json v.md --report v.md", "'v.md' is also the file of --json; name another"),
         ("minimize case.json --json a.py --out a.py", "'a.py' is also the file of --json; name another"),
-        ("link --nproc 0", "expected at least one rank, got 0"),
+        ("link --nproc 0", "--nproc: expected a positive number, got 0"),
         ("gate --baseline b.json --nproc 3", "--nproc: the baseline was measured with 2, got 3"),
         ("gate --baseline b.json --mode torch", "measured with ('ddpopt-inline',), got ('torch',)"),
         ("gate --baseline b.json resnet", "targets in the baseline, got 'resnet'; add them with --update"),

@@ -6,7 +6,9 @@ from typing import Any, cast
 import pytest
 
 from ddpopt.errors import UsageError
-from ddpopt.judge import modes
+from ddpopt.judge import modes, names
+from ddpopt.judge.modes import MODES
+from ddpopt.judge.options import OPTIONS
 from ddpopt.judge.runner import verify
 from ddpopt.testing import Engine
 from tests.refusals import refusal
@@ -16,7 +18,7 @@ HERE = "tests.selftest.engines"
 
 def test_an_engine_is_given_itself_by_a_module_or_by_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
     own = Engine("own")
-    entry = EntryPoint("theirs", f"{HERE}:Averaging", modes.REGISTERED)
+    entry = EntryPoint("theirs", f"{HERE}:Averaging", names.REGISTERED)
     monkeypatch.setattr(modes, "entry_points", lambda group: [entry])
     modes._registered.cache_clear()
     found = [modes.mode(given) for given in (own, f"{HERE}:SumsOnly", "theirs")]
@@ -39,7 +41,7 @@ def test_what_is_no_engine_is_refused(given: Any, message: str) -> None:
 
 
 def test_an_installed_package_that_is_broken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = EntryPoint("theirs", "no_such_package:make", modes.REGISTERED)
+    entry = EntryPoint("theirs", "no_such_package:make", names.REGISTERED)
     monkeypatch.setattr(modes, "entry_points", lambda group: [entry])
     modes._registered.cache_clear()
     with pytest.raises(UsageError, match=r"engine 'theirs': cannot import 'no_such_package:make'.*repair or"):
@@ -56,3 +58,8 @@ def test_what_cannot_be_judged_is_refused_before_ranks_start() -> None:
 
 def test_a_part_that_engines_do_not_have_is_refused() -> None:
     assert "there is no 'step_' to replace; did you mean 'step'" in refusal(lambda: Engine("own", step_=None))
+
+
+def test_the_names_that_need_no_torch_are_those_of_all_modes_and_options() -> None:
+    assert tuple(each.name for each in MODES) == names.MODES
+    assert tuple(each.name for each in OPTIONS) == names.OPTIONS
