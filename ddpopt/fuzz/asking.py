@@ -20,7 +20,7 @@ WIDE = (512, 1024)
 """Widths at which a layer fills torch's own smallest bucket."""
 
 
-def write_script(case: FoundCase, file: Path, limit_s: float) -> tuple[FoundCase, bool]:
+def write_script(case: FoundCase, file: Path, limit_s: float) -> tuple[FoundCase, bool | None]:
     """Write the script of a case, with torch's own limits if possible, as a user would run it.
 
     Args:
@@ -29,22 +29,26 @@ def write_script(case: FoundCase, file: Path, limit_s: float) -> tuple[FoundCase
         limit_s: limit of one mode of one model, in seconds.
 
     Returns:
-        The case that the script runs, and whether it showed the failure in a fresh interpreter.
+        The case that the script runs, and whether it showed the failure in a fresh interpreter; None if a
+        run did not end in time.
 
     Raises:
         UsageError: the file cannot be written.
     """
     death = case.signature.what if case.signature.kind == "death" else ""
+    ended = True
     with Worker(limit_s) as worker:
         for candidate in as_scripted(case):
             if candidate is not case and not candidate.fails_so(answer_of(worker, candidate)):
                 continue
             write("--out", file, script_of(candidate, file.name))
             all_s = STARTING_S + 2 * limit_s
-            if shows_in_fresh_interpreter(file, candidate.setting.nproc, all_s, death=death):
+            shown = shows_in_fresh_interpreter(file, candidate.setting.nproc, all_s, death=death)
+            if shown:
                 return candidate, True
+            ended = ended and shown is not None
     write("--out", file, script_of(case, file.name))
-    return case, False
+    return case, False if ended else None
 
 
 def answer_of(worker: Worker, case: FoundCase) -> Answer:

@@ -59,14 +59,14 @@ def progress_line(summary: Summary, features: int) -> str:
     )
 
 
-def minimized_lines(result: Minimized, script: str, ran: FoundCase, reproduces: bool) -> Iterator[str]:
+def minimized_lines(result: Minimized, script: str, ran: FoundCase, reproduces: bool | None) -> Iterator[str]:
     """Write the result of a search for a small model.
 
     Args:
         result: result of the search.
         script: name of the script.
         ran: the case that the script runs.
-        reproduces: whether the script showed the failure in a fresh interpreter.
+        reproduces: whether the script showed the failure in a fresh interpreter; None if it did not end.
 
     Yields:
         Pieces of text, of at most 80 columns.
@@ -86,8 +86,10 @@ def minimized_lines(result: Minimized, script: str, ran: FoundCase, reproduces: 
         how = f", at width {ran.model.width}, with torch's own limits"
     elif ran.setting.steps != given.steps:
         how = f", with {ran.setting.steps} steps"
-    shows = "reproduces" if reproduces else "DOES NOT REPRODUCE"
-    yield paragraph(f"{script} {shows} the failure in a fresh interpreter{how}")
+    shows = "reproduces the failure" if reproduces else "DOES NOT REPRODUCE the failure"
+    if reproduces is None:
+        shows = "did not end in its time limit (--timeout)"
+    yield paragraph(f"{script} {shows} in a fresh interpreter{how}")
 
 
 def _sized(name: str, case: FoundCase) -> tuple[str | int, ...]:

@@ -199,7 +199,8 @@ class Location:
         segments: the smallest set of segments that must be compiled for the difference to appear, each as
             ``"graph 0, segment 2: linear, relu"``; empty if no segment is to blame.
         script: file name of the standalone script that shows it; empty if there is none.
-        reproduces: whether the script was run in a fresh interpreter and showed the difference.
+        reproduces: whether the script was run in a fresh interpreter and showed the difference; None if that
+            run did not end in time.
         note: why there is no script, or another remark.
     """
 
@@ -207,7 +208,7 @@ class Location:
     layer: str
     segments: tuple[str, ...] = ()
     script: str = ""
-    reproduces: bool = False
+    reproduces: bool | None = False
     note: str = ""
 
 

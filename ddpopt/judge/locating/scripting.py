@@ -81,7 +81,7 @@ def rendered(template: str, given: Mapping[str, Any], folder: str) -> str:
     return re.sub(r"\n{4,}", "\n\n\n", environment.get_template(template).render(given))
 
 
-def shows(script: Path, ranks: int, limit_s: float, *, death: str = "") -> bool:
+def shows(script: Path, ranks: int, limit_s: float, *, death: str = "") -> bool | None:
     """Run a script in a fresh interpreter, or under torchrun.
 
     Args:
@@ -92,7 +92,7 @@ def shows(script: Path, ranks: int, limit_s: float, *, death: str = "") -> bool:
 
     Returns:
         Whether it exited with 1 and printed that the difference appears; or, if `death` is given, died that
-        way after eager was done.
+        way after eager was done. None if it did not end in time.
     """
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command = [sys.executable, *(launcher if ranks > 1 else []), str(script)]
@@ -108,7 +108,7 @@ def shows(script: Path, ranks: int, limit_s: float, *, death: str = "") -> bool:
     try:
         output, _ = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
-        return False
+        return None
     finally:
         if process.poll() is None:  # including its child processes
             os.killpg(process.pid, signal.SIGKILL)

@@ -81,6 +81,8 @@ def sentence(finding: Finding) -> str:
 
 def outcome(location: Location) -> str:
     """The outcome of running the reproduction script."""
+    if location.reproduces is None:
+        return "its run in a fresh interpreter did not end in the time that was left"
     shows = "it shows the difference" if location.reproduces else "it did not show the difference"
     return f"run in a fresh interpreter, {shows}"
 

@@ -2,14 +2,16 @@
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from expecttest import assert_expected_inline
 
 from ddpopt.explanation.tables import WIDTH
+from ddpopt.judge.locating.scripting import shows
 from ddpopt.judge.report.text import AT_MOST, LINES, verdict_text
-from ddpopt.judge.report.wording import headline, worst_first
-from ddpopt.judge.verdict import Measured, Verdict
+from ddpopt.judge.report.wording import headline, outcome, worst_first
+from ddpopt.judge.verdict import Location, Measured, Verdict
 from tests.unit.verdicts import EVERY, all_kinds, broken_trial, location, ok_trial, verdict, wrong_trial
 
 
@@ -120,3 +122,11 @@ def test_the_worst_error_is_the_one_that_takes_most_of_its_bound() -> None:
     entries = [Measured(name, "L1", None, ulps, error, bound, 0, 0) for name, error, bound, ulps in errors]
     names = [entry.parameter for entry in worst_first(entries)]
     assert names == ["missed", "nan", "c", "b", "near", "far", "equal"]
+
+
+def test_a_script_whose_run_did_not_end_is_not_said_to_show_nothing(tmp_path: Path) -> None:
+    script = tmp_path / "slow.py"
+    script.write_text("import time; time.sleep(30)")
+    assert shows(script, 1, 0.5) is None
+    location = Location((), "the backend", script="slow.py", reproduces=None)
+    assert outcome(location) == "its run in a fresh interpreter did not end in the time that was left"
