@@ -34,7 +34,7 @@ CODE := ddpopt tests benchmarks examples ci docs/conf.py conftest.py
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help environment-test environment-dev gate integrations self-test demo test unit integration property doctest multigpu nightly torchrun check fix bench bench-alignment bench-planning bench-compile bench-step docs wheel wheel-test clean
+.PHONY: help environment-test environment-dev gate integrations self-test demo test unit integration property doctest multigpu nightly torchrun check fix bench bench-alignment bench-planning bench-compile bench-step docs wheel wheel-test wheel-alone clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -140,6 +140,9 @@ wheel: $(DEV_STAMP) ## build the wheel into dist/
 
 wheel-test: wheel ## run the tests against the installed wheel, in a separate environment
 	PYTHON=$(PYTHON) TORCH_VERSION=$(TORCH_VERSION) ci/wheel_test.sh dist/ddpopt-*.whl
+
+wheel-alone: wheel ## install the wheel with nothing else, and run each command once
+	PYTHON=$(PYTHON) TORCH_VERSION=$(TORCH_VERSION) ci/wheel_alone.sh dist/ddpopt-*.whl
 
 clean: ## remove builds and caches, not the environment
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -9,7 +9,6 @@ import os
 import shlex
 import sys
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,7 +46,6 @@ def planned(  # one for each option of the command line
     Raises:
         UsageError: an argument cannot be used.
     """
-    _require_hypothesis()
     import torch
 
     from ddpopt.fuzz.journal import CampaignPlan
@@ -64,11 +62,6 @@ def planned(  # one for each option of the command line
     shard = int(os.environ.get("RANK") or 0)
     release, draws = torch.__version__.partition("+")[0], fingerprint(Source(seed, shard, left_out))
     return CampaignPlan(seed, shard, modes, backend, nproc, left_out, release, draws)
-
-
-def _require_hypothesis() -> None:
-    if find_spec("hypothesis") is None:
-        raise UsageError("drawing models requires Hypothesis; 'pip install hypothesis'")
 
 
 def fuzz(  # one for each option of the command line
@@ -153,7 +146,6 @@ def minimize(  # one for each option of the command line
         UsageError: the case cannot be read.
         NotJudgedError: it does not fail as recorded.
     """
-    _require_hypothesis()
     from ddpopt.fuzz.asking import answer_of, write_script
     from ddpopt.fuzz.cases import FoundCase, write_whole
     from ddpopt.fuzz.minimize import minimized

@@ -26,6 +26,23 @@ from ddpopt.graph.nodes import CompilerFn, body_nodes, storages
 from ddpopt.inline.inductor import is_inductor
 from ddpopt.step.schedule import Schedule, Sections
 
+MOVING: dict[str, Any] = {
+    "reorder_for_locality": False,
+    "reorder_for_peak_memory": False,
+    "reorder_for_compute_comm_overlap": False,
+    "bucket_all_gathers_fx": "none",
+    "bucket_all_reduces_fx": "none",
+    "bucket_reduce_scatters_fx": "none",
+    "dedup_reduce_scatters": False,
+    "_micro_pipeline_tp": False,
+    # from torch 2.14 on, where the first is on by default
+    "aten_distributed_optimizations.enable_simple_overlap": False,
+    "aten_distributed_optimizations.enable_overlap_scheduling": False,
+    "aten_distributed_optimizations.collective_bucketing": False,
+    "aten_distributed_optimizations.insert_overlap_deps": False,
+}
+"""Inductor's passes that move, merge or order what a step has placed, with the value that turns them off."""
+
 
 def compile_step(gm: fx.GraphModule, inputs: Sequence[Any], backend: str | CompilerFn) -> Callable[..., Any]:
     """Compile the graph of a step, while Dynamo compiles.
@@ -45,8 +62,7 @@ def compile_step(gm: fx.GraphModule, inputs: Sequence[Any], backend: str | Compi
         traced = {"ddpopt.graph.numbers.with_tensors": inspect.getsource(numbers)}
         passes = get_custom_graph_passes(config.post_grad_custom_post_pass)
         in_order = {
-            "reorder_for_locality": False,
-            "reorder_for_peak_memory": False,
+            **_passes_off(),
             "post_grad_custom_post_pass": [*passes, Schedule()],
             "unsafe_marked_cacheable_functions": {**config.unsafe_marked_cacheable_functions, **traced},
         }
@@ -56,6 +72,12 @@ def compile_step(gm: fx.GraphModule, inputs: Sequence[Any], backend: str | Compi
     kept = patch.object(_tensorify_python_scalars, "_is_tensorify_enabled", lambda: False)
     with kept, V.set_choices_handler(Sections()), torch.no_grad():
         return compiler(gm, [*inputs])
+
+
+def _passes_off() -> dict[str, Any]:
+    """The settings of this release of torch with which Inductor moves and merges no collective."""
+    known = config.get_config_copy()
+    return {name: value for name, value in MOVING.items() if name in known}
 
 
 def _relax_views(gm: fx.GraphModule) -> None:

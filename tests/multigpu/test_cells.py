@@ -1,25 +1,66 @@
-"""Every cell of the table of what a step can change is found by the judge, and the right engine is right."""
+"""Every cell of the tables of what an engine and a backend can change is found, and right ones are right."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
+from ddpopt.cases.case import Case
+from ddpopt.judge.engine import Engine
 from ddpopt.judge.judge import judge
 from ddpopt.judge.judging.reference import Bench, Reference, Subject
+from ddpopt.judge.modes import mode
 from ddpopt.judge.options import option
 from ddpopt.judge.trials import STEPS
 from ddpopt.judge.verdict import Status
 from ddpopt.ranks.group import Ranks
+from tests.selftest import backend_cells
+from tests.selftest.backend_cells import STEP_ROWS, DamagedBackend, DamagedStep
 from tests.selftest.cells import CASE, Cell, cells, engine_of, restore
 
-BY_DAY = [*cells()][::13]
+Make = Callable[[Cell | None], tuple[Engine, Any]]
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of cells.
+
+    Attributes:
+        case: what is trained.
+        cells: all of them.
+        every: of how many cells one is in the sample of the day.
+        make: makes the engine and the backend with a cell's fault, or right ones.
+    """
+
+    case: Case
+    cells: Sequence[Cell]
+    every: int
+    make: Make
+
+
+TABLES = {
+    "engines": Table(CASE, [*cells()], 17, lambda cell: (engine_of(cell), None)),
+    "backends": Table(
+        backend_cells.CASE,
+        [*backend_cells.cells()],
+        31,
+        lambda cell: (mode("whole"), DamagedBackend(cell)),
+    ),
+    "steps": Table(
+        backend_cells.CASE,
+        [*backend_cells.cells(STEP_ROWS)],
+        17,
+        lambda cell: (mode("ddpopt-step"), DamagedStep(cell)),
+    ),
+}
 
 
 @pytest.fixture
-def reference(ranks: Ranks) -> Iterator[Reference]:
+def reference(ranks: Ranks, table: str) -> Iterator[Reference]:
     directory = os.getcwd()
-    bench = Bench(Subject(CASE, option("default"), STEPS, ranks.device), ranks)
+    bench = Bench(Subject(TABLES[table].case, option("default"), STEPS, ranks.device), ranks)
     found = Reference.make(bench)
     assert found is not None, bench.failures
     yield found
@@ -27,12 +68,12 @@ def reference(ranks: Ranks) -> Iterator[Reference]:
     os.chdir(directory)
 
 
-def missed(reference: Reference, chosen: Sequence[Cell]) -> list[str]:
+def missed(reference: Reference, chosen: Sequence[Cell], make: Make) -> list[str]:
     """The cells that are called right."""
     found = []
     directory = os.getcwd()
     for cell in chosen:
-        trial = judge(reference, engine_of(cell), None)
+        trial = judge(reference, *make(cell))
         restore()
         os.chdir(directory)
         if trial.status is not Status.WRONG:
@@ -41,13 +82,16 @@ def missed(reference: Reference, chosen: Sequence[Cell]) -> list[str]:
 
 
 @pytest.mark.timeout(600)
-def test_a_right_engine_is_right_and_each_cell_of_a_sample_is_found(reference: Reference) -> None:
-    trial = judge(reference, engine_of(None), None)
+@pytest.mark.parametrize("table", TABLES)
+def test_what_is_right_is_right_and_each_cell_of_a_sample_is_found(reference: Reference, table: str) -> None:
+    cells, make = TABLES[table].cells, TABLES[table].make
+    trial = judge(reference, *make(None))
     assert (trial.status, trial.findings, trial.reason) == (Status.OK, (), "")
-    assert missed(reference, BY_DAY) == []
+    assert missed(reference, cells[:: TABLES[table].every], make) == []
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
-def test_each_cell_is_found(reference: Reference) -> None:
-    assert missed(reference, [*cells()]) == []
+@pytest.mark.parametrize("table", TABLES)
+def test_each_cell_is_found(reference: Reference, table: str) -> None:
+    assert missed(reference, TABLES[table].cells, TABLES[table].make) == []

@@ -79,8 +79,18 @@ def twice(one: Any, other: Any, x: Tensor) -> None:
     loss.backward()
 
 
-@pytest.mark.parametrize("kept", [False, True], ids=["from None", "on gradients"])
-@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}], ids=["", "unused"])
+NIGHT = pytest.mark.nightly
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        pytest.param({}, False, id="from None"),
+        pytest.param({}, True, id="on gradients", marks=NIGHT),
+        pytest.param({"find_unused_parameters": True}, False, id="unused", marks=NIGHT),
+        pytest.param({"find_unused_parameters": True}, True, id="unused, on gradients", marks=NIGHT),
+    ],
+)
 @pytest.mark.parametrize(
     "step",
     [

@@ -64,7 +64,7 @@ class Small(nn.Module):
 
 def inputs(rank: int, step: int) -> tuple[tuple[Tensor], dict[str, Any]]:
     generator = torch.Generator().manual_seed(1000 * step + rank)
-    return (torch.randn(9, WIDTH, generator=generator),), {}
+    return (torch.randn(10, WIDTH, generator=generator),), {}
 
 
 CASE = Case("cells", Small, inputs, "two layers and BatchNorm")

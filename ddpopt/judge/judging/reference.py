@@ -172,7 +172,7 @@ class Bench:
         """The extra steps of a run: all that eager takes, where compiling what is new for them is cheap."""
         if how is LOCAL:
             return []
-        is_cheap = backend is None or backend in CHEAP
+        is_cheap = not isinstance(backend, str) or backend in CHEAP
         dear = {name for name, extra in EXTRAS.items() if extra.compiles}
         return [name for name in self.extras if is_cheap or name not in dear]
 

@@ -82,6 +82,6 @@ def test_the_script_shows_the_failure_where_torch_has_it(case: FoundCase, tmp_pa
 
     def shown(candidate: FoundCase) -> bool:
         script.write_text(script_of(candidate, script.name))
-        return shows(script, candidate.setting.nproc, 250, death=death)
+        return bool(shows(script, candidate.setting.nproc, 250, death=death))
 
     assert any(map(shown, as_scripted(case)))

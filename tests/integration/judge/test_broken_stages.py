@@ -68,7 +68,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-BY_DAY = ("evaluation", "ladder", "report", "rank exit")
+BY_DAY = ("ladder", "rank exit")
 
 
 @pytest.mark.parametrize(
