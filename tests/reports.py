@@ -33,7 +33,8 @@ Each row is an issue or pull request in pytorch/pytorch, and the case of the cor
 CPU and gloo. **wrong** means that the case still fails or loses its overlap with torch 2.13's optimizer. \
 ddpopt is right on all of them; the last column says what the multi-rank tests check besides gradients. \
 `python -m tests.reports` writes this page from `tests/data/reports.json`. \
-[Other engines](engine_reports.md) have their own page.
+[Programs](program_reports.md) around DDP \
+and [other engines](engine_reports.md) have their own pages.
 
 A *piece* is a graph that is compiled on its own. A bucket is *early* if it is sent before the last compiled \
 backward ends.
@@ -79,7 +80,7 @@ class Report:
         torch_says = self.torch_says.replace(", gradients as eager", "").replace("compiles ", "")
         torch_says = re.sub(r"sends (\d+ of \d+) buckets during backward", r"\1 early", torch_says)
         cells = (
-            f"{_link(self.number)} `{self.case}`",
+            f"{link(self.number)} `{self.case}`",
             f"{self.upstream}." + (f" *Here: {self.nearest}.*" if self.nearest else ""),
             ("" if self.torch_passes else "**wrong**: ")
             + torch_says
@@ -93,17 +94,18 @@ class Report:
 def reported_cases() -> tuple[tuple[Case, Report], ...]:
     """The cases that stem from a report, with it, by its number."""
     rows = json.loads((Path(__file__).parent / "data" / "reports.json").read_text(encoding="utf-8"))
-    reports = [Report(**{**row, "asks": tuple(row.get("asks", ()))}) for row in rows]
+    of_cases = [row for row in rows if "case" in row]
+    reports = [Report(**{**row, "asks": tuple(row.get("asks", ()))}) for row in of_cases]
     return tuple((corpus.case(report.case), report) for report in reports)
 
 
 def page() -> str:
     rows = [report.row() for _, report in reported_cases()]
-    reasons = [f"- {_link(number)}: {reason}." for number, reason in WITHOUT_CASE.items()]
+    reasons = [f"- {link(number)}: {reason}." for number, reason in WITHOUT_CASE.items()]
     return HEAD + "\n".join([*rows, "", "Without a case:", "", *reasons]) + "\n"
 
 
-def _link(number: int) -> str:
+def link(number: int) -> str:
     return f"[{number}](https://github.com/pytorch/pytorch/issues/{number})"
 
 

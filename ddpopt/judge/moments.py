@@ -91,8 +91,7 @@ def further_steps(trainer: Trainer) -> None:
     for _ in range(FURTHER_STEPS):
         trainer.parallel.zero_grad()
         trainer.sight.before_step(keep=False)
-        trainer.backward(trainer.loss())
-        trainer.updates.step()
+        trainer.advance()
         trainer.extras = {}
         kept.append(bytes_of_tensors())
     trainer.record.growth = min(later - earlier for earlier, later in itertools.pairwise(kept))
@@ -129,7 +128,7 @@ def extra_step(trainer: Trainer, name: str) -> None:
         ExtraStepError: it failed.
     """
     record = trainer.record
-    if trainer.parallel.whole is not None:  # a captured step is captured as a step
+    if trainer.parallel.whole is not None and name != FURTHER:  # a captured step is captured as a step
         return
     trainer.step = len(record.steps) - 1
     trainer.parallel.load((record.follow or record.starts)[-1])

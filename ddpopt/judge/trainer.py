@@ -59,6 +59,7 @@ class Trainer:
         compilations: the graphs that Dynamo compiles during the run.
         launches: the collectives of the run, if the engine has no reducer to observe.
         is_training: whether the steps are not yet over.
+        advance: takes a step as the option does, and updates the parameters.
         resized: changes the arguments of each forward, as for a batch of another size; None to leave them.
     """
 
@@ -78,6 +79,7 @@ class Trainer:
         self.launches: list[Launch] = []
         self.resized: Callable[[Any], Any] | None = None
         self.is_training = True
+        self.advance: Callable[[], object] = _nothing
         # two DDP modules that reduce the same gradients follow no plan
         modules = self.ddp.modules() if self.parallel.planned else ()
         planned = sum(isinstance(module, DistributedDataParallel) for module in modules) == 1
@@ -141,6 +143,10 @@ class Trainer:
             return ()
         own = [launch for launch in self.launches if launch.group == default.group_name]
         return tuple(map(_words, own))
+
+
+def _nothing() -> None:
+    """No step yet."""
 
 
 def _words(launch: Launch) -> str:

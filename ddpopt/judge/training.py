@@ -44,6 +44,7 @@ def train(course: Course, mode: Engine, place: Place) -> Record:
         course.option.configure(trainer)
         course.tamper(trainer)
         take, update = _ways(trainer, course.option)
+        trainer.advance = lambda: (take(), update())
         first = 0
         if course.checkpoint is not None:
             first, state, updates = course.checkpoint

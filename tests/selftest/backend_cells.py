@@ -184,7 +184,16 @@ ROWS: Sequence[tuple[str, Sequence[str], Sequence[str]]] = (
     ("process", GRAPHS, ("environment", "directory", "thread", "recursion limit")),
     ("collectives", GRAPHS, ("in the default group",)),
 )  # fmt: skip
+RESTORED = "Dynamo or autograd puts it back after the compiled code, so nothing stays changed"
 NOT_SEEN: dict[tuple[str, str, str], str] = {
+    ("settings", "forward", "gradients"): RESTORED,
+    ("settings", "forward", "autocast"): RESTORED,
+    ("settings", "backward", "gradients"): RESTORED,
+    ("settings", "backward", "autocast"): RESTORED,
+    ("settings", "step", "gradients"): RESTORED,
+    ("settings", "step", "autocast"): RESTORED,
+    ("settings", "step, from the third on", "gradients"): RESTORED,
+    ("settings", "step, from the third on", "autocast"): RESTORED,
     ("input", "forward", "last bit"): "an input that a graph may write to is judged up to rounding",
     ("input", "evaluation", "last bit"): "an input that a graph may write to is judged up to rounding",
     ("memory", "backward", "a buffer that is used again"): "autograd copies a gradient that others hold",

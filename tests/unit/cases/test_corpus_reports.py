@@ -5,13 +5,16 @@ from typing import Any
 
 import pytest
 
-from tests import reports
+from tests import program_reports, reports
 from tests.selftest import engines
 
 DOCS = Path(__file__).parents[3] / "docs"
 
 
-@pytest.mark.parametrize(("maker", "name"), [(reports, "reports"), (engines, "engine_reports")])
+@pytest.mark.parametrize(
+    ("maker", "name"),
+    [(reports, "reports"), (program_reports, "program_reports"), (engines, "engine_reports")],
+)
 def test_a_page_of_reports_is_that_of_its_data(maker: Any, name: str) -> None:
     text = (DOCS / f"{name}.md").read_text(encoding="utf-8")
     assert text == maker.page(), f"run: python -m {maker.__name__} > docs/{name}.md"
