@@ -51,7 +51,7 @@ TABLES = {
     "steps": Table(
         backend_cells.CASE,
         [*backend_cells.cells(STEP_ROWS)],
-        17,
+        29,
         lambda cell: (mode("ddpopt-step"), DamagedStep(cell)),
     ),
 }

@@ -190,6 +190,8 @@ NOT_SEEN: dict[tuple[str, str, str], str] = {
     ("settings", "forward", "autocast"): RESTORED,
     ("settings", "backward", "gradients"): RESTORED,
     ("settings", "backward", "autocast"): RESTORED,
+    ("settings", "evaluation", "gradients"): RESTORED,
+    ("settings", "evaluation", "autocast"): RESTORED,
     ("settings", "step", "gradients"): RESTORED,
     ("settings", "step", "autocast"): RESTORED,
     ("settings", "step, from the third on", "gradients"): RESTORED,
