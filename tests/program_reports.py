@@ -19,8 +19,8 @@ HEAD = """\
 Each row has issues in pytorch/pytorch about one kind of program, and how each mode trains it on two ranks, \
 compared with eager DDP: *bitwise* equal, equal up to *rounding*, *refused*, or with an error. *whole* is \
 one graph without an optimizer, *torch* is torch 2.13's DDPOptimizer, *inline*, *split* and *step* are \
-ddpopt. `python -m tests.program_reports` writes this page from `tests/data/reports.json`; a test holds every \
-outcome. [Reports with a case of the corpus](reports.md) have their own page.
+ddpopt. `python -m tests.program_reports` writes this page from `tests/data/reports.json`; a test holds \
+every outcome. [Reports with a case of the corpus](reports.md) have their own page.
 
 | reports, program | about | whole | torch | inline | split | step |
 |---|---|---|---|---|---|---|
