@@ -219,7 +219,8 @@ def _own_gradients(ddp: Any, parameters: Sequence[torch.Tensor]) -> Iterator[Non
 def _reducer_arguments(ddp: Any, plan: Plan, names: Sequence[str]) -> dict[str, Any]:
     parameters, sparse = ddp._build_params_for_reducer()
     mapping = ddp._build_debug_param_to_name_mapping(parameters)
-    if len(parameters) != len(names):  # the module has lost some since, which DDP goes on to reduce
+    # the module may have lost some since, which DDP goes on to reduce
+    if len(parameters) != len(names) and isinstance(ddp.reducer, PlannedReducer):
         parameters, sparse = ddp.reducer.parameters, ddp.reducer.expects_sparse
         mapping = dict(enumerate(names))
     places = {name: place for place, name in enumerate(names)}

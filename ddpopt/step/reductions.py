@@ -100,8 +100,8 @@ class Met:
 def _refuse_used(names: Iterable[str], module: str) -> NoReturn:
     raise UsageError(
         f"{WHAT}: {', '.join(map(repr, names))} of {module} got a gradient of this rank alone, and no other "
-        "in the backward that reduces, in which DDP with find_unused_parameters=True would average it; set "
-        "it to None before and call the module once, or use ddpopt.compile(model)"
+        "in the backward that reduces, in which DDP with find_unused_parameters=True would average it; use "
+        "them in that backward, too, or use ddpopt.compile(model)"
     )
 
 
@@ -124,6 +124,7 @@ class Reductions:
         self.pending: set[Replica] = set()
         self._used: dict[Replica, set[int]] = {}
         self._reduced: dict[Replica, set[int]] = {}
+        self._reached: dict[Replica, set[int]] = {}
         self._known = known
         self._replicas = {id(replica.ddp): replica for replica in replicas}
         self._names: dict[Replica, dict[int, str]] = {each: {} for each in self._replicas.values()}
@@ -144,6 +145,7 @@ class Reductions:
         replica = self._replicas[module]
         waiting = {*self._names[replica]}
         if replica.ddp.static_graph:
+            self._reached[replica] = {*reached}
             self._outputs += [(replica, each, each._version) for each in outputs]
         elif replica.ddp.find_unused_parameters:
             waiting &= {*reached}
@@ -196,9 +198,10 @@ class Reductions:
     def _keep_alone(self, averaged: Averaged, parameter: int) -> None:
         """Note a gradient that stays this rank's own."""
         replica = averaged.replica
-        if replica.ddp.find_unused_parameters:
-            self._used.setdefault(replica, set()).add(parameter)
-        if replica.ddp.static_graph and parameter not in self._reduced.get(replica, {parameter}):
+        if not replica.ddp.static_graph:
+            if replica.ddp.find_unused_parameters:
+                self._used.setdefault(replica, set()).add(parameter)
+        elif parameter in self._reached.get(replica, set()) - self._reduced.get(replica, set()):
             raise UsageError(
                 f"{WHAT}: {averaged.spec.name!r} of {replica.name} gets no gradient in the backward in which "
                 "others of the module do, for which DDP with static_graph=True fails in its next iteration; "
@@ -208,7 +211,7 @@ class Reductions:
     def _complete(self, replica: Replica) -> None:
         armed = self._armed.pop(replica)
         left = self._used.pop(replica, set()) - armed.reduced
-        if left and not replica.ddp.static_graph:
+        if left:
             _refuse_used([self._names[replica][key] for key in left], replica.name)
 
     def met(self) -> list[Met]:

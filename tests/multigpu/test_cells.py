@@ -45,13 +45,13 @@ TABLES = {
     "backends": Table(
         backend_cells.CASE,
         [*backend_cells.cells()],
-        31,
+        61,
         lambda cell: (mode("whole"), DamagedBackend(cell)),
     ),
     "steps": Table(
         backend_cells.CASE,
         [*backend_cells.cells(STEP_ROWS)],
-        29,
+        47,
         lambda cell: (mode("ddpopt-step"), DamagedStep(cell)),
     ),
 }

@@ -41,7 +41,15 @@ def state_of_torch() -> tuple[Any, ...]:
     )
 
 
-@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
+BY_NIGHT = ("fully_shard-blocks", "replicate-fsdp", "hsdp")
+"""Modes that another one by day is much like."""
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [pytest.param(each, marks=pytest.mark.nightly if each.name in BY_NIGHT else ()) for each in MODES],
+    ids=lambda mode: mode.name,
+)
 def test_every_mode_is_right_about_a_plain_model_and_leaves_torch_as_it_was(mode: Engine) -> None:
     before = state_of_torch()
     with joined() as ranks:

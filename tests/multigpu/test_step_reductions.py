@@ -73,6 +73,17 @@ def half_the_outputs(one: Any, other: Any, x: Tensor) -> None:
     second.sum().backward()
 
 
+def by_hand(one: Any, other: Any, x: Tensor) -> None:
+    (sum(one(x)) + sum(other(x))).sum().backward()
+    one.module.second.weight.square().sum().backward()
+
+
+def only_by_hand(one: Any, other: Any, x: Tensor) -> None:
+    first, _ = one(x, only=0)
+    (first + sum(other(x))).sum().backward()
+    one.module.second.weight.square().sum().backward()
+
+
 def twice(one: Any, other: Any, x: Tensor) -> None:
     loss = (sum(one(x)) + sum(other(x))).sum()
     loss.backward(retain_graph=True)
@@ -101,6 +112,7 @@ NIGHT = pytest.mark.nightly
         two_backwards,
         twice,
         half_the_outputs,
+        by_hand,
     ],
 )
 def test_a_module_averages_what_its_own_forwards_and_backwards_say(
@@ -122,6 +134,23 @@ def test_a_module_averages_what_its_own_forwards_and_backwards_say(
             gradients.append([None if each is None else each.clone() for each in found])
             for model in models:
                 model.zero_grad(set_to_none=not kept)
+    assert not differing(ranks, gradients[3:], gradients[:3])
+
+
+@pytest.mark.parametrize("step", [by_hand, only_by_hand])
+def test_a_static_graph_reduces_in_its_first_backward(ranks: Ranks, step: Steps) -> None:
+    gradients = []
+    for decorate in (lambda step: step, ddpopt.train_step(backend="aot_eager")):
+        torch._dynamo.reset()
+        models = DDP(Pair(), static_graph=True), DDP(Pair(), static_graph=True)
+        run = decorate(step)
+        for place in range(3):
+            torch.manual_seed(10 * place + ranks.rank)
+            run(*models, torch.randn(3, 12))
+            found = [each.grad for model in models for each in model.parameters()]
+            gradients.append([None if each is None else each.clone() for each in found])
+            for model in models:
+                model.zero_grad()
     assert not differing(ranks, gradients[3:], gradients[:3])
 
 
