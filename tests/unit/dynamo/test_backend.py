@@ -352,6 +352,30 @@ def test_whatever_the_module_inside_is_it_trains_as_in_eager(inner: str, strateg
     assert_as_eager(trained, strategy)
 
 
+class Recurrent(nn.Module):
+    """Two layers of LSTM: one call, of which torch composes the backward in Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(WIDTH, WIDTH)
+        self.recurrent = nn.LSTM(WIDTH, WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.recurrent(self.before(x))[0]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_recurrent_layer_trains_as_in_eager_where_dynamo_traces_it(strategy: Strategy) -> None:
+    def trained(wrap: Callable[[Any], Any]) -> list[list[Tensor]]:
+        call = wrap(ddp := ddp_of(Recurrent))
+        return [step(call, ddp, rows(seed=number)) for number in range(2)]
+
+    with torch._dynamo.config.patch(allow_rnn=True, optimize_ddp=False):
+        expected = trained(lambda ddp: ddp)
+        found = trained(functools.partial(ddpopt.compile, backend="aot_eager", strategy=strategy))
+    torch.testing.assert_close(found, expected)  # compiled, it is not one kernel
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_forward_with_computed_parameters_is_eagers(strategy: Strategy) -> None:
     def trained(wrap: Callable[[Any], Any]) -> list[list[Tensor]]:
