@@ -163,15 +163,19 @@ def _with_sparse_gradient(body: Body) -> Iterator[Span]:
     """
     for index, node in enumerate(body.nodes):
         pending = [node] if node.op == "call_function" and _makes_sparse_gradients(node) else []
+        seen = {*pending}
         for reader in pending:
             for source in reader.all_input_nodes:
-                if source in body.position and requires_grad(example_value(source)):
+                if source not in seen and source in body.position and requires_grad(example_value(source)):
+                    seen.add(source)
                     yield Span(body.position[source] + 1, index, f"{node.name!r} makes a sparse gradient")
                     pending.append(source)
 
 
 def _makes_sparse_gradients(node: fx.Node) -> bool:
     """Whether a call has an argument ``sparse`` or ``sparse_grad`` that is on."""
+    if not any(each is True for each in (*node.args, *node.kwargs.values())):
+        return False  # nearly always; a signature takes long to find
     given = dict(node.kwargs)
     with contextlib.suppress(TypeError, ValueError):  # torch's builtin functions have no signature
         given |= (

@@ -214,6 +214,13 @@ def gathered(x: Tensor, _: Tensor, table: nn.Parameter) -> Tensor:
     return found.cos()
 
 
+def of_a_deep_table(x: Tensor, _: Tensor, table: nn.Parameter) -> Tensor:
+    deep: Tensor = table
+    for _layer in range(40):  # each is read twice: 2 ** 40 ways lead to the table
+        deep = deep.sin() + deep.cos()
+    return nn.functional.embedding(x.long().flatten()[:2], deep, None, None, 2.0, False, True)
+
+
 def nested(x: Tensor, _: Tensor, __: Tensor) -> Tensor:
     parts = torch.nested.nested_tensor_from_jagged(x.sin(), torch.arange(3))
     return (parts * 2).values() + x.cos()
@@ -247,6 +254,10 @@ def parameter_written(x: Tensor, _: Tensor, weight: Tensor) -> Tensor:
 )
 def test_no_cut_parts_a_write_from_what_was_before(program: Program, kept: dict[str, str]) -> None:
     assert blocked(graph_of(program)) == kept
+
+
+def test_what_a_sparse_gradient_passes_through_is_walked_once() -> None:
+    assert len(blocked(graph_of(of_a_deep_table))) > 100
 
 
 def test_a_nested_tensor_and_its_values_stay_with_their_readers() -> None:
