@@ -9,7 +9,6 @@ import gc
 import hashlib
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +21,7 @@ from ddpopt.judge.judging.record import RecordedStep, unreduced
 from ddpopt.judge.memory import Pairs
 from ddpopt.judge.meshes import has_parts
 from ddpopt.judge.option_cases import smaller_batch
-from ddpopt.judge.trainer import Option, Trainer, random_state
+from ddpopt.judge.trainer import Option, Trainer, evaluating, random_state
 from ddpopt.judge.visible import form_of
 
 EVALUATION = "the evaluation"
@@ -151,19 +150,6 @@ def extra_step(trainer: Trainer, name: str) -> None:
     record.extras[name] = RecordedStep(
         moment=name, loss=None, gradients=gradients, state=state, random=random, extras=extras, sent=sent
     )
-
-
-@contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """In this block the model is in evaluation mode; then each module is as it was."""
-    with ExitStack() as stack:
-        for part in model.modules():
-            stack.callback(setattr, part, "training", part.training)
-        model.eval()
-        # attention must compute what compiled code computes, without its fast-path kernel
-        stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
-        torch.backends.mha.set_fastpath_enabled(False)
-        yield
 
 
 def evaluate(trainer: Trainer) -> None:

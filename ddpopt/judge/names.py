@@ -21,7 +21,7 @@ OPTIONS = (
     "ignored", "hook_allreduce", "hook_fp16", "hook_bf16", "join", "no_broadcast", "tensor_hook",
     "stepping_hook", "saved_tensors", "accumulated_hook", "module_hooks", "autocast", "clipping", "scaling",
     "adamw_foreach", "adamw_fused", "resumed", "scheduled", "sync_batchnorm", "nested", "two_models",
-    "train_eval", "all_to_all",
+    "train_eval", "eval_between", "last_batch", "all_to_all",
 )  # fmt: skip
 REGISTERED = "ddpopt.engines"
 """The entry-point group of packages that bring engines."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join, Joinable
 
-from ddpopt.judge.option_cases import set_extra, trainable
+from ddpopt.judge.option_cases import set_extra, smaller_batch, trainable
 from ddpopt.judge.trainer import Place, Trainer
 from ddpopt.judge.updating import LEARNING_RATE, SCALE
 
@@ -64,6 +64,16 @@ def scaled(trainer: Trainer) -> None:
     trainer.backward(loss * torch.full_like(loss, trainer.updates.factor))
 
 
+def evaluate_between(trainer: Trainer) -> None:
+    """Evaluate between two micro-batches, and between a forward and its backward."""
+    with trainer.parallel.no_sync():
+        trainer.backward(trainer.loss(1))
+    trainer.evaluate(2)
+    loss = trainer.loss()
+    trainer.evaluate(3)
+    trainer.backward(loss)
+
+
 def both_models(trainer: Trainer) -> None:
     """Run one backward through two independent models."""
     loss, other = trainer.loss(), trainer.other
@@ -98,6 +108,11 @@ def rescale(trainer: Trainer) -> None:
 def unscale(trainer: Trainer) -> None:
     """Divide gradients by the scale of the loss."""
     trainer.updates.scaler.unscale_(trainer.updates.optimizer)
+
+
+def shrink_last(trainer: Trainer) -> None:
+    """Use fewer samples in each third step, as at the end of an epoch."""
+    trainer.resized = smaller_batch if trainer.step % 3 == 2 else None
 
 
 def use_extra_somewhere(trainer: Trainer) -> None:

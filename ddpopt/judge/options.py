@@ -186,6 +186,13 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option("train_eval", "an evaluation between two steps", before_step=do.evaluate, more_graphs=True),
     Option(
+        "eval_between",
+        "an evaluation on fewer samples between two micro-batches, and between a forward and its backward",
+        take_step=do.evaluate_between,
+        more_graphs=True,
+    ),
+    Option("last_batch", "fewer samples in each third step", before_step=do.shrink_last, more_graphs=True),
+    Option(
         "all_to_all",
         "an all-to-all in the graph, and an expert that only some ranks use",
         "arguments",

@@ -5,19 +5,20 @@ eager DDP and the mode in the same way.
 """
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.cases.case import Case, on_device, step_seed
 from ddpopt.judge.engine import Engine, Gives, Named
 from ddpopt.judge.judging.record import Record
+from ddpopt.judge.option_cases import smaller_batch
 from ddpopt.judge.surroundings import seed_others
 from ddpopt.judge.updating import Recipe, Updates, recipe_for
 from ddpopt.judge.visible import Sight
@@ -104,6 +105,16 @@ class Trainer:
         output = self.parallel.call(*args, **kwargs)
         self.extras |= self.sight.returns(output)
         return output
+
+    def evaluate(self, part: int) -> None:
+        """Run a forward in evaluation mode and without gradients, on fewer samples of a part."""
+        resized = self.resized
+        self.resized = smaller_batch
+        try:
+            with evaluating(self.parallel.model), torch.no_grad():
+                self.forward(part)
+        finally:
+            self.resized = resized
 
     def inputs(self, part: int) -> Any:
         """Return the inputs of a part, and seed its random numbers."""
@@ -240,6 +251,19 @@ class Course:
     evaluate: bool = False
     extras: Sequence[str] = ()
     tamper: Callable[[Trainer], None] = lambda _: None
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """In this block the model is in evaluation mode; then each module is as it was."""
+    with ExitStack() as stack:
+        for part in model.modules():
+            stack.callback(setattr, part, "training", part.training)
+        model.eval()
+        # attention must compute what compiled code computes, without its fast-path kernel
+        stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
+        torch.backends.mha.set_fastpath_enabled(False)
+        yield
 
 
 def random_state(device: torch.device) -> Tensor:

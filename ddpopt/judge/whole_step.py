@@ -39,6 +39,14 @@ class _Scout:
         self.parts.append(part)
         return torch.zeros((), requires_grad=True)
 
+    def evaluate(self, part: int) -> None:
+        """An evaluation of the same model has no place in the graph of a step.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(f"the judge captures no evaluation inside a step, as of part {part}")
+
     def backward(self, loss: Tensor) -> None:
         """Nothing."""
 

@@ -54,6 +54,7 @@ REFUSALS: tuple[Refusal, ...] = (
     # options
     Refusal(r"resumes no parts of models", "modes.md", "`resumed` takes no mesh", HERE),
     Refusal(r"captures a step of one model", "modes.md", "steps of one model", HERE),
+    Refusal(r"captures no evaluation inside a step", "modes.md", "an evaluation inside a step", HERE),
     Refusal(r"seeded between the parts of a step", "modes.md", "random numbers in several forwards", HERE),
     # strategies
     Refusal(
