@@ -115,6 +115,7 @@ def _watched(trainer: Trainer, mode: Engine) -> Iterator[None]:
     finally:
         trainer.compilations.stop()
         record.graphs = tuple(trainer.compilations.graphs)
+        record.given_up = trainer.compilations.given_up
         record.captures = counters["compiled_autograd"]["captures"] - captures
     record.promised = trainer.parallel.sends()
     record.collectives = tuple(Collective(one.op, one.nbytes, one.dtype, None) for one in trainer.launches)

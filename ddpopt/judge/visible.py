@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.judge.compare import bitwise, raw_bytes
+from ddpopt.judge.makeup import makeup
 from ddpopt.judge.memory import Pairs, sharing
 from ddpopt.judge.surroundings import (
     CHANGED_BY_COMPILING,
@@ -34,6 +35,7 @@ OUTSIDE = "the tensor outside DDP"
 ATTRIBUTE = "attribute "
 LAST = "the last step's "
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+REMADE = "list of what it changed in the model"
 MOVED = "list of parameters in other memory"
 STEPS_THAT_COMPILE = 2
 DEPTH = 8
@@ -184,6 +186,7 @@ class Sight:
         self._held: dict[str, Any] = {}
         self._last: dict[str, tuple[Tensor, Tensor]] = {}
         self._process: dict[str, Any] = {}
+        self._makeup: dict[str, Any] = {}
         self._places: dict[str, int | None] = {}
         self._steps = 0
         self._forwards = 0
@@ -197,7 +200,9 @@ class Sight:
             else:
                 tensor.grad = None
         self._held = dict(self._keepers())
-        self._process = process_state()
+        if not self._makeup:  # later, also what an optimizer changed since the last step must be seen
+            self._process = process_state()
+            self._makeup = makeup(self._model)
         if not self._places:  # later, an optimizer may have moved them
             self._places = {name: _place(parameter) for name, parameter in self._model.named_parameters()}
         self._steps += 1
@@ -267,18 +272,23 @@ class Sight:
 
     def settings(self, device: torch.device) -> dict[str, str]:
         """Return the state of torch and of this process that a step may leave changed."""
+        process, parts = process_state(), makeup(self._model)
+        changed_process = ", ".join(self._changed_process(process)) or "nothing"
+        changed_parts = ", ".join(changed(self._makeup, parts)) or "nothing"
+        self._process, self._makeup = process, parts
         training = sorted({part.training for part in self._model.modules()})
         drawn = {f"state of {name} generator": state for name, state in generators().items()}
         return {
             "state of torch's settings": f"{settings_of_torch(device)}, training {training}",
-            "list of what it changed in the process": ", ".join(self._changed_process()) or "nothing",
+            "list of what it changed in the process": changed_process,
+            REMADE: changed_parts,
             MOVED: ", ".join(self._moved()) or "none",
             **drawn,
         }
 
-    def _changed_process(self) -> list[str]:
-        """What the step changed in this process, apart from what compiling changes in the first steps."""
-        found = changed(self._process, process_state())
+    def _changed_process(self, process: Mapping[str, Any]) -> list[str]:
+        """What was changed in this process since the last step, apart from what a compiler changes at first."""
+        found = changed(self._process, process)
         compiles = self._steps <= STEPS_THAT_COMPILE
         return [name for name in found if not (compiles and name in CHANGED_BY_COMPILING)]
 

@@ -296,6 +296,32 @@ def of_side_effects(engine: Right, how: str) -> None:
     model.forwards += 1
 
 
+def of_model(engine: Right, how: str) -> None:
+    model: Any = engine.model
+    changes: dict[str, Callable[[], object]] = {
+        "an attribute": lambda: setattr(model.first, "extra", 1),
+        "a hook": lambda: model.first.register_forward_hook(nothing),
+        "a hook on a parameter": lambda: model.last.weight.register_post_accumulate_grad_hook(nothing),
+        "a buffer that is not saved": lambda: model.norm._non_persistent_buffers_set.add("running_mean"),
+        "another order": lambda: move_first_to_end(model._modules),
+        "another type": lambda: setattr(model.first, "__class__", OtherLinear),
+    }
+    changes[how]()
+
+
+class OtherLinear(nn.Linear):
+    """Another class that does the same."""
+
+
+def nothing(*_: Any) -> None:
+    """A hook that does nothing."""
+
+
+def move_first_to_end(parts: dict[str, Any]) -> None:
+    name = next(iter(parts))
+    parts[name] = parts.pop(name)
+
+
 ACTIONS: dict[str, Callable[[Right, str], None]] = {
     "parameter": of_weight,
     "gradient": of_gradient,
@@ -308,10 +334,15 @@ ACTIONS: dict[str, Callable[[Right, str], None]] = {
     "settings": of_settings,
     "process": of_process,
     "collectives": of_collectives,
+    "model": of_model,
     "side effects": of_side_effects,
 }
 RAN = ("forward", "between forward and backward", "after backward", "evaluation", "evaluation between")
 LATER = ("after backward, from the third step on", "a second backward", "a smaller batch")
+MODEL = (
+    "an attribute", "a hook", "a hook on a parameter", "a buffer that is not saved", "another order",
+    "another type",
+)  # fmt: skip
 ROWS: Sequence[tuple[str, Sequence[str], Sequence[str]]] = (
     ("gradient", ("after backward", *LATER, "a backward in evaluation mode"), VALUES),
     (
@@ -334,6 +365,7 @@ ROWS: Sequence[tuple[str, Sequence[str], Sequence[str]]] = (
     ("random state", RAN, ("torch's", "Python's", "NumPy's")),
     ("settings", ("forward", "after backward", "evaluation"), tuple(SWITCHES)),
     ("process", RAN, ("environment", "directory", "thread", "recursion limit")),
+    ("model", (*RAN, "optimizer"), MODEL),
     ("collectives", ("forward", "between forward and backward", "after backward"), ("in the default group",)),
     ("collectives", ("evaluation", "evaluation between", "another mode"), ("more", "in the default group")),
     ("side effects", (*RAN, "another mode"), ("twice",)),

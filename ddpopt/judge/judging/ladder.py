@@ -45,6 +45,10 @@ NOT_REPRODUCED = (
 )
 NOT_EVALUATED = "evaluation was not compared, because eager DDP fails in it: {reason}"
 NOT_TAKEN = "an extra step was left out, because eager DDP fails in it: {name}: {reason}"
+GIVEN_UP = (
+    "Dynamo's recompile limit was reached: from then on a part of the model ran uncompiled, and was judged "
+    "like that (TORCH_LOGS=recompiles shows why it was compiled again and again)"
+)
 TOO_DEAR = "extra steps were left out, as each may have to compile one more graph: {names}"
 RESUMMED = (
     "judged at L2, because the compiled graph is cut, one backward runs through several, or reduced "
@@ -170,6 +174,8 @@ class Ladder:
         if self.reference.unstable:
             names = ", ".join(sorted(self.reference.unstable))
             sheet.notes.append(NOT_REPRODUCED.format(names=names))
+        if record.given_up:
+            sheet.notes.append(GIVEN_UP)
         if self.reference.bench.unevaluated:
             sheet.notes.append(NOT_EVALUATED.format(reason=self.reference.bench.unevaluated))
         for name, reason in self.reference.bench.not_taken.items():

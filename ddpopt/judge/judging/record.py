@@ -96,6 +96,7 @@ class Record:
         extras: the extra steps after that, by name.
         graphs: Dynamo's compile ids, in order.
         graphs_after: number of graphs after each step.
+        given_up: how many functions Dynamo stopped compiling because it had compiled them too often.
         captures: the number of backwards that compiled autograd captured.
         iterations: the synchronized backwards, if DDP's reducer could be observed.
         collectives: all collectives on the DDP module's process group, in order, if they were observed.
@@ -120,6 +121,7 @@ class Record:
     evaluation: RecordedStep | None = None
     graphs: tuple[str, ...] = ()
     graphs_after: list[int] = field(default_factory=list)
+    given_up: int = 0
     captures: int = 0
     iterations: tuple[Iteration, ...] | None = None
     collectives: tuple[Collective, ...] = ()
@@ -140,7 +142,7 @@ class Record:
     def continued(self, other: "Record") -> "Record":
         """This run and the one that went on from it."""
         counts = [*self.graphs_after, *(len(self.graphs) + count for count in other.graphs_after)]
-        parts = ("steps", "graphs", "captures", "collectives", "elsewhere", "sent", "unjudged")
+        parts = ("steps", "graphs", "given_up", "captures", "collectives", "elsewhere", "sent", "unjudged")
         joined = {part: getattr(self, part) + getattr(other, part) for part in parts}
         if self.iterations is not None and other.iterations is not None:
             joined["iterations"] = self.iterations + other.iterations

@@ -1,0 +1,45 @@
+"""What a model is made of, apart from the values of its tensors: modules, names, attributes and hooks.
+
+Invariant: reading it changes nothing, and two equal models have equal makeups.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+HOOKS = (
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
+    "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)  # fmt: skip
+
+
+def makeup(model: nn.Module) -> dict[str, Any]:
+    """Everything that a model is made of, by what it is.
+
+    The attributes of a DDP module inside it are left out, because they are DDP's own.
+    """
+    parts: dict[str, Any] = {
+        "the order of its parameters": [name for name, _ in model.named_parameters()],
+        "the order of its buffers": [name for name, _ in model.named_buffers()],
+        "the order of its modules": [name for name, _ in model.named_modules()],
+    }
+    for path, module in model.named_modules():
+        place = path or "the model"
+        if isinstance(module, DistributedDataParallel):
+            continue
+        parts[f"the type of {place}"] = type(module)
+        parts[f"the attributes of {place}"] = sorted(vars(module))
+        parts[f"the buffers of {place} that are not saved"] = sorted(module._non_persistent_buffers_set)
+        parts[f"hooks of {place}"] = [list(vars(module).get(name, {})) for name in HOOKS]
+    for name, parameter in model.named_parameters():
+        parts[f"hooks of {name}"] = list(_hooks(parameter))
+        parts[f"whether {name} is trained"] = parameter.requires_grad
+    return parts
+
+
+def _hooks(parameter: nn.Parameter) -> Iterator[int]:
+    yield from parameter._backward_hooks or {}
+    yield from getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
