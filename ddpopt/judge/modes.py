@@ -23,7 +23,13 @@ from ddpopt.errors import UsageError
 from ddpopt.judge.engine import Engine, compiled
 from ddpopt.judge.frameworks import Accelerated, Fabricated
 from ddpopt.judge.names import REGISTERED, full_name, named
-from ddpopt.judge.sharded import FullyShard, FullyShardedDataParallel1, Replicate, ReplicateByFsdp
+from ddpopt.judge.sharded import (
+    FullyShard,
+    FullyShardedDataParallel1,
+    Replicate,
+    ReplicateByFsdp,
+    require_one_dtype,
+)
 from ddpopt.planning.strategy import Strategy
 
 
@@ -102,6 +108,7 @@ class Zero(CompiledDdp):
         """Divide an optimizer over the ranks."""
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
+        require_one_dtype(self.name, self.model)
         made: Any = ZeroRedundancyOptimizer(
             self.model.parameters(), kind, process_group=self.group, **settings
         )

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor
 
 from ddpopt.errors import UnsupportedError
 from ddpopt.judge.engine import Engine, Gradients, Named, compiled
@@ -100,6 +101,7 @@ class FullyShard(Shelled):
         size = dist.get_world_size(group)
         if size % self.rows or size // self.rows < min(2, self.rows):
             raise UnsupportedError(f"{self.name} needs {self.rows} x N ranks with N > 1, got {size}")
+        require_one_dtype(self.name, module)
         fully_shard(module, mesh=mesh_of(module, group, self.rows))  # which changes the module's class
         return module
 
@@ -112,6 +114,7 @@ class ReplicateByFsdp(Shelled):
 
     def managed(self, module: nn.Module, group: dist.ProcessGroup) -> nn.Module:
         """Replicate a module."""
+        require_one_dtype(self.name, module)
         replicate = required("torch.distributed._composable.replicate_with_fsdp").replicate
         return replicate(module, mesh=mesh_of(module, group))  # type: ignore[no-any-return]
 
@@ -249,6 +252,23 @@ def _mesh(kind: str, rows: int, world: dist.ProcessGroup) -> DeviceMesh:
     if rows == 1:
         return init_device_mesh(kind, (size,))
     return init_device_mesh(kind, (rows, size // rows), mesh_dim_names=("replicate", "shard"))
+
+
+def require_one_dtype(name: str, module: nn.Module) -> None:
+    """Check that an engine can manage a module.
+
+    Args:
+        name: the engine's name.
+        module: the module; its parameters that FSDP2 manages already, which are DTensors, do not count.
+
+    Raises:
+        UnsupportedError: its trainable parameters have several dtypes, which FSDP2 and
+            ``ZeroRedundancyOptimizer`` do not take.
+    """
+    trained = (parameter for parameter in module.parameters() if parameter.requires_grad)
+    dtypes = {str(parameter.dtype) for parameter in trained if not isinstance(parameter, DTensor)}
+    if len(dtypes) > 1:
+        raise UnsupportedError(f"{name} takes parameters of one dtype, got {', '.join(sorted(dtypes))}")
 
 
 def required(module: str) -> Any:

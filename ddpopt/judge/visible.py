@@ -287,7 +287,7 @@ class Sight:
         }
 
     def _changed_process(self, process: Mapping[str, Any]) -> list[str]:
-        """What was changed in this process since the last step, apart from what a compiler changes at first."""
+        """What was changed in this process since the last step, but for what a compiler changes first."""
         found = changed(self._process, process)
         compiles = self._steps <= STEPS_THAT_COMPILE
         return [name for name in found if not (compiles and name in CHANGED_BY_COMPILING)]

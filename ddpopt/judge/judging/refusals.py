@@ -49,6 +49,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "multigpu/test_fsdp_claims.py::test_fsdp1_without_the_original_parameters_is_refused_with_what_to_do",
     ),
     Refusal(r"has no submodule with parameters to compile", "modes.md", "no submodule to compile", HERE),
+    Refusal(r"takes parameters of one dtype", "modes.md", "take parameters of one dtype only", HERE),
     Refusal(r"\d+ rows need the default group", "modes.md", "the default group only", HERE),
     Refusal(r"is not installed here", "modes.md", "need the packages of the extra", HERE),
     # options

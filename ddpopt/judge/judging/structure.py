@@ -16,10 +16,11 @@ from ddpopt.judge.judging import collectives
 from ddpopt.judge.judging.evidence import Break, Broken, Peer, RunEvidence, unlike_first
 from ddpopt.judge.judging.record import FINAL, RecordedStep, in_sight, is_rounded, plain, seen
 from ddpopt.judge.verdict import Finding
-from ddpopt.judge.visible import GRADIENT_OF, MOVED, form_of, is_of_last_step
+from ddpopt.judge.visible import GRADIENT_OF, MOVED, REMADE, form_of, is_of_last_step
 from ddpopt.judge.whole_step import WHOLE
 
 MISSING, UNTRAINED = "missing", "that of no trained parameter"
+FIRST_STEP = "step 0"
 
 
 def structure(evidence: RunEvidence, rank: int) -> list[Finding]:
@@ -90,6 +91,8 @@ def _seen(evidence: RunEvidence) -> Broken:
         for name, has, wants in _unlike(seen(got), seen(eager)):
             if name.endswith(MOVED) and evidence.mode.moves_parameters:
                 continue
+            if name.endswith(REMADE) and evidence.mode.moves_parameters and moment == FIRST_STEP:
+                continue  # FSDP adds its hooks when it first sees the inputs
             if in_sight(name, eager):
                 message = f"{name} is {has}, in eager DDP {wants}"
                 yield Break(message, plain(name) if name.startswith(FINAL) else None, moment)

@@ -95,3 +95,27 @@ def decayed(w: Writer, x: str, *, read: str) -> str:
     view = w.assign("view", f"{weight}.t()")
     value = w.assign("v", f"{x} + {shift}")
     return f"{value} @ {view}.clone()"
+
+
+@register_block(
+    "embedding",
+    body="any",
+    options={
+        "by": ("lookup", "gather"),
+        "gradient": {"dense": None, "sparse": "sparse-table"},
+        "times": (2, -1),
+    },
+)
+def looked_up_late(w: Writer, x: str, *, by: str, gradient: str, times: int, body: Body) -> str:
+    """Compute a table before the body, and look rows up in it after; its gradient is dense or sparse."""
+    sparse = gradient == "sparse" and w.reached
+    if not sparse:
+        w.miss("sparse-table")
+    layer = w.module(f"nn.Embedding(5, {w.width}{', sparse=True' if sparse else ''})")
+    value = w.assign("v", x)
+    table = w.assign("table", f"{layer}.weight * {times}")
+    inner = w.assign("inner", body(value))
+    rows = w.input("ids", "torch.randint(5, (batch,), generator=g)")
+    if by == "lookup":
+        return f"{inner} + F.embedding({rows}, {table}, sparse={sparse})"
+    return f"{inner} + torch.gather({table}, 0, {rows}[:, None].expand(-1, {w.width}), sparse_grad={sparse})"

@@ -24,7 +24,7 @@ from ddpopt.judge.judging.reference import Bench, Subject
 from ddpopt.judge.judging.refusals import HERE, REFUSALS, Refusal, refusal_of
 from ddpopt.judge.meshes import Grid
 from ddpopt.judge.options import option
-from ddpopt.judge.sharded import FullyShard, managed_by_block, mesh_of, required
+from ddpopt.judge.sharded import FullyShard, managed_by_block, mesh_of, require_one_dtype, required
 from ddpopt.judge.updating import Recipe, Updates
 from ddpopt.judge.whole_step import whole_step
 from ddpopt.ranks.group import Ranks
@@ -55,6 +55,15 @@ def resumed(ranks: Ranks) -> None:
 
 def of_two_models() -> None:
     whole_step(SimpleNamespace(other=object()), lambda _: None, lambda step: step)()
+
+
+def of_two_dtypes() -> None:
+    require_one_dtype("zero", nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2).half()]))
+
+
+def evaluating() -> None:
+    trainer = SimpleNamespace(other=None, place=None, updates=None, step=0)
+    whole_step(trainer, lambda step: step.evaluate(1), lambda step: step)()
 
 
 def drawing() -> None:
@@ -91,10 +100,12 @@ PROVOKED: dict[str, Callable[[Ranks], object]] = {
     "x N ranks": lambda _: FullyShard("hsdp", rows=2).managed(nn.Linear(2, 2), dist.group.WORLD),  # type: ignore[arg-type]  # it is one
     "no submodule": without_submodule,
     "rows need": lambda _: in_part_of_the_ranks(),
+    "one dtype": lambda _: of_two_dtypes(),
     "not installed": lambda _: required("a_package_that_nobody_has"),
     "resumes": resumed,
     "of one model": lambda _: of_two_models(),
     "seeded between": lambda _: drawing(),
+    "no evaluation inside": lambda _: evaluating(),
     "2.13": lambda _: on_an_old_release(),
     "sparse": lambda _: sparse(),
 }

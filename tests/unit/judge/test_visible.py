@@ -127,6 +127,7 @@ def test_an_output_that_is_an_input_has_one_gradient_under_the_inputs_name() -> 
 )
 def test_a_setting_that_is_left_changed_is_reported(switch: Any, left: Any, before: Any) -> None:
     sight, device = Sight((), nn.Module()), torch.device("cpu")
+    sight.before_step(keep=False)
     known = sight.settings(device)
     try:
         switch(left)
