@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch._dynamo.utils import counters
+from torch.optim import SGD
 
 from ddpopt.cases.case import step_seed
 from ddpopt.ddp.impose import imposed_plan
@@ -83,14 +84,12 @@ def _ways(trainer: Trainer, option: Option) -> tuple[Callable[[], None], Callabl
     whole = trainer.parallel.whole
     if whole is None:
         return functools.partial(option.take_step, trainer), trainer.updates.step
-    # what an option does between a backward and its optimizer is not captured, so neither is the optimizer
-    captures_update = option.recipe is None and option.finish_step is None
+    # what an option does between a backward and its optimizer is not captured, so neither is the optimizer;
+    # Adam's arithmetic in a graph is not that of eager
+    recipe = option.recipe
+    captures_update = option.finish_step is None and (recipe is None or recipe.kind is SGD)
     take = whole_step(trainer, option.take_step, whole, captures_update=captures_update)
-    return take, _nothing if captures_update else trainer.updates.step
-
-
-def _nothing() -> None:
-    """The captured step has updated the parameters."""
+    return take, trainer.updates.follow_schedule if captures_update else trainer.updates.step
 
 
 @contextlib.contextmanager

@@ -99,6 +99,10 @@ class Updates:
         else:
             self.scaler.step(self.optimizer)
             self.scaler.update()
+        self.follow_schedule()
+
+    def follow_schedule(self) -> None:
+        """Set the learning rate of the next step, if there is a scheduler."""
         if self._schedule is not None:
             self._schedule.step()
 
