@@ -59,6 +59,24 @@ def ddp_module(module: nn.Module) -> DistributedDataParallel:
     return inner
 
 
+def require_compilable(ddp: Any) -> None:
+    """Check that a compiled backward does what DDP's own hooks expect of one.
+
+    Args:
+        ddp: the DDP module.
+
+    Raises:
+        UnsupportedError: a hook of DDP's reads gradients when that of another parameter is ready. Compiled
+            code delivers gradients in an order of its own, so they may not have been accumulated by then.
+    """
+    if ddp._delay_all_reduce_params:
+        raise UnsupportedError(
+            "delay_all_reduce_named_params: DDP sends these gradients when that of param_to_hook_all_reduce "
+            "is ready, and a compiled backward may deliver them later, so that ranks would train with "
+            "gradients of their own. Leave it out, or do not compile this module"
+        )
+
+
 def _unsupported(ddp: Any) -> Iterator[str]:
     if ddp._use_python_reducer:
         yield (

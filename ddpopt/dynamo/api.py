@@ -14,7 +14,7 @@ from torch._dynamo import trace_rules
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt.ddp.fit import ddp_within
+from ddpopt.ddp.fit import ddp_within, require_compilable
 from ddpopt.ddp.impose import imposed_plan
 from ddpopt.ddp.reducer import outside_dynamo
 from ddpopt.ddp.tensor_parallel import keep_local
@@ -50,10 +50,12 @@ def compile(  # the public name, as in torch.compile
 
     Raises:
         UsageError: an argument cannot be used.
-        UnsupportedError: this release of torch lacks a private name that ddpopt uses.
+        UnsupportedError: this release of torch lacks a private name that ddpopt uses, or the module was made
+            with ``delay_all_reduce_named_params``.
         RuntimeError: Inductor does not know the mode or one of the options; the message is torch's.
     """
     ddp = ddp_within(ddp_model)
+    require_compilable(ddp)
     if any(_is_compiled(outer) and ddp in outer.modules() for outer in ddp_model.modules()):
         got = f"got {type(ddp_model).__name__}, which is; compile it only here"
         raise UsageError(f"ddp_model: expected a module that is not compiled yet, {got}")

@@ -19,6 +19,7 @@ from torch._dynamo.backends.registry import lookup_backend
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from ddpopt.ddp.deferral import active_module, defer, keeps_buckets, pending, running_modules
+from ddpopt.ddp.fit import require_compilable
 from ddpopt.ddp.impose import imposed_plan
 from ddpopt.ddp.tensor_parallel import share_reads
 from ddpopt.dynamo import hook
@@ -109,6 +110,7 @@ class DdpoptBackend:
         if ddp is None or why:
             _say(why)
             return compiler(gm, example_inputs)
+        require_compilable(ddp)
         self._known.add(ddp)
         share_reads(gm, example_inputs)
         replayed = _ties_addresses(self.compiler, options)

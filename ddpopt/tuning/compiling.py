@@ -80,7 +80,8 @@ def compile(  # the public name, as in torch.compile
 
     Raises:
         UsageError: an argument cannot be used.
-        UnsupportedError: this release of torch lacks a private name that ddpopt uses.
+        UnsupportedError: this release of torch lacks a private name that ddpopt uses, or the module was made
+            with ``delay_all_reduce_named_params``.
         PlanMismatchError: `plan` does not fit the module, or differs between ranks.
         InfrastructureError: `plan` was given, and a rank did not make this call in time.
         RuntimeError: Inductor does not know the mode or one of the options; the message is torch's.

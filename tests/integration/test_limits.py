@@ -9,10 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import ddpopt
 from ddpopt.dynamo.backend import _say_once
+from ddpopt.errors import UnsupportedError
+from ddpopt.ranks.group import Ranks
 
 ROOT = Path(__file__).parents[2]
 HERE = "integration/test_limits.py::test_what_ddpopt_leaves_alone_trains_as_in_eager_and_the_reason_is_logged"
@@ -25,6 +29,8 @@ SHOWN = {
     "DDP with tensor parallelism": "multigpu/test_tensor_parallel.py"
     "::test_a_module_whose_parameters_torch_has_replaced_is_refused",
     "DDP's `mixed_precision`": "multigpu/test_accelerator.py::test_a_step_does_what_eager_does",
+    "DDP's `delay_all_reduce": "integration/test_limits.py"
+    "::test_delayed_all_reduces_are_refused_before_anything_is_compiled",
     '`torch._dynamo.config.optimize_ddp = "python_reducer"`': HERE,
     "two DDP modules that share": "unit/dynamo/test_backend.py"
     "::test_where_two_ddp_modules_reduce_one_gradient_the_outer_one_has_the_last_word",
@@ -110,3 +116,19 @@ def test_what_ddpopt_leaves_alone_trains_as_in_eager_and_the_reason_is_logged(
         found.append([getattr(each, "full_tensor", lambda each=each: each)() for each in gradients])
     torch.testing.assert_close(*found)
     assert "whole" in caplog.text
+
+
+@pytest.mark.parametrize("through", ["ddpopt.compile", "torch.compile"])
+def test_delayed_all_reduces_are_refused_before_anything_is_compiled(through: str, alone: Ranks) -> None:
+    model = Net()
+    delayed = [("first.weight", model.first.weight)]
+    ddp = DistributedDataParallel(
+        model, delay_all_reduce_named_params=delayed, param_to_hook_all_reduce=model.last.weight
+    )
+    told = "delay_all_reduce_named_params: DDP sends these gradients when that of param_to_hook_all_reduce"
+    if through == "ddpopt.compile":
+        with pytest.raises(UnsupportedError, match=told):
+            ddpopt.compile(ddp, backend="eager")
+    else:
+        with pytest.raises(BackendCompilerFailed, match=told):
+            torch.compile(ddp, backend="ddpopt-eager")(torch.ones(2, 6))

@@ -77,6 +77,12 @@ REFUSALS: tuple[Refusal, ...] = (
         "integration/test_fresh_interpreters.py"
         "::test_distributed_autograd_gets_its_gradients_from_split_and_is_refused_by_inline",
     ),
+    Refusal(
+        r"^delay_all_reduce_named_params: ",
+        "limits.md",
+        "`delay_all_reduce_named_params`",
+        "integration/test_limits.py::test_delayed_all_reduces_are_refused_before_anything_is_compiled",
+    ),
     # train_step
     Refusal(r"train_step: expected torch >= 2\.13", "step.md", "2.13", HERE),
     Refusal(r"cannot be captured as one graph", "step.md", "what Dynamo cannot trace", CAPTURED),
