@@ -11,13 +11,13 @@ if TYPE_CHECKING:
     from ddpopt.ddp.impose import impose as impose
     from ddpopt.dynamo.api import replacing_ddp_optimizer as replacing_ddp_optimizer
     from ddpopt.dynamo.backend import DdpoptBackend as DdpoptBackend
+    from ddpopt.dynamo.capture import plan as plan
     from ddpopt.errors import DdpoptError as DdpoptError
     from ddpopt.explanation.explain import explain as explain
     from ddpopt.explanation.result import Explanation as Explanation
     from ddpopt.judge.runner import verify as verify
     from ddpopt.judge.verdict import Verdict as Verdict
     from ddpopt.observation.observe import observe as observe
-    from ddpopt.planning.capture import plan as plan
     from ddpopt.planning.plan import Plan as Plan
     from ddpopt.step.api import train_step as train_step
     from ddpopt.tuning.compiling import compile as compile
@@ -34,7 +34,7 @@ _HOMES = {
     "explain": "explanation.explain",
     "impose": "ddp.impose",
     "observe": "observation.observe",
-    "plan": "planning.capture",
+    "plan": "dynamo.capture",
     "replacing_ddp_optimizer": "dynamo.api",
     "train_step": "step.api",
     "verify": "judge.runner",

@@ -6,6 +6,7 @@ Each message says what was expected, what was found, where, and what to do next.
 
 import difflib
 from collections.abc import Iterable, Sequence
+from typing import Any, get_args
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -99,3 +100,15 @@ class NoAnswerError(InfrastructureError):
 
 class VerificationError(DdpoptError):
     """A verification found something wrong; the message lists every finding."""
+
+
+def require_choice(argument: str, value: str, choice: Any) -> None:
+    """Check that an argument is one of the values of a ``Literal``.
+
+    Raises:
+        UsageError: it is none of them; the message has all.
+    """
+    words = get_args(choice)
+    if value not in words:
+        *others, last = map(repr, words)
+        raise UsageError(f"{argument}: expected {', '.join(others)} or {last}, got {value!r}")

@@ -32,11 +32,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.ddp.agreement import exchange_plans, plan_difference, same_buckets
 from ddpopt.ddp.fit import ACCUMULATES, accumulates, ddp_module, require_fit
+from ddpopt.ddp.held import as_built, running_reducer
 from ddpopt.ddp.reducer import WatchedLogger, install, outside_dynamo
 from ddpopt.errors import NoAnswerError, UnsupportedError
 from ddpopt.graph.artifacts import show
 from ddpopt.planning.plan import Plan
-from ddpopt.planning.reduced import as_built, running_reducer
 
 log = logging.getLogger(__name__)
 

@@ -13,8 +13,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.ddp.engine import NO_TASK, task_id
+from ddpopt.ddp.specs import specs_from_ddp
 from ddpopt.errors import PlanMismatchError, UnsupportedError, UsageError, numbered
-from ddpopt.planning.bucket_rule import ParamSpec, specs_from_ddp
+from ddpopt.planning.bucket_rule import ParamSpec
 from ddpopt.planning.plan import Bucket, Plan
 
 SHOWN_PROBLEMS = 20

@@ -16,10 +16,10 @@ from torch import nn
 from ddpopt.ddp.agreement import exchange_plans, group_name, in_group, plan_difference, same_buckets
 from ddpopt.ddp.deferral import ended_deferral
 from ddpopt.ddp.fit import ddp_module, ddp_within, require_between_iterations, require_fit
+from ddpopt.ddp.held import running_reducer
 from ddpopt.ddp.reducer import install
 from ddpopt.errors import PlanMismatchError
 from ddpopt.planning.plan import Plan
-from ddpopt.planning.reduced import running_reducer
 
 WHAT = "ddpopt.impose"
 

@@ -23,9 +23,9 @@ from torch.distributed import Reducer  # type: ignore[attr-defined]  # torch doe
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.ddp.engine import NO_TASK, task_id
+from ddpopt.ddp.held import as_built, numbered_parameters, running_reducer
 from ddpopt.errors import HandOverError, UnsupportedError
 from ddpopt.graph.nodes import storages_of
-from ddpopt.planning.reduced import as_built, numbered_parameters, running_reducer
 
 
 class ReadyHooks:

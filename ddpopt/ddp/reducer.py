@@ -23,10 +23,10 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed import Reducer  # type: ignore[attr-defined]  # torch does not mark its re-exports
 from torch.nn.parallel import DistributedDataParallel
 
+from ddpopt.ddp.held import as_built
 from ddpopt.ddp.ready_hooks import ready_hooks, registered
-from ddpopt.planning.model_graphs import specs_by_id
+from ddpopt.ddp.specs import specs_by_id
 from ddpopt.planning.plan import Plan
-from ddpopt.planning.reduced import as_built
 
 REASON = "part of DDP, not of the model"
 

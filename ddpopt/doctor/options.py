@@ -13,9 +13,9 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
+from ddpopt.ddp.specs import specs_from_module
 from ddpopt.doctor.diagnosis import Advice, Weight
 from ddpopt.explanation.tables import MIB, mib
-from ddpopt.planning.bucket_rule import specs_from_module
 
 GOOD_COUNT = 4
 """The number of buckets to suggest instead of one: of four, three quarters can leave early."""

@@ -20,9 +20,9 @@ from ddpopt.ddp.reducer import outside_dynamo
 from ddpopt.ddp.tensor_parallel import keep_local
 from ddpopt.dynamo import hook
 from ddpopt.dynamo.backend import Buckets, DdpoptBackend, GraphsByModule, configured, is_ddpopt
-from ddpopt.errors import UnsupportedError, UsageError
+from ddpopt.errors import UnsupportedError, UsageError, require_choice
 from ddpopt.graph.nodes import CompilerFn
-from ddpopt.planning.strategy import Strategy, require_choice
+from ddpopt.planning.plan import Strategy
 
 TORCHS_OPTIONS = ("guard_filter_fn", "use_aoti")
 """Names in ``options`` that ``torch.compile`` itself uses."""

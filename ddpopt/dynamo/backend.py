@@ -20,20 +20,20 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from ddpopt.ddp.deferral import active_module, defer, keeps_buckets, pending, running_modules
 from ddpopt.ddp.fit import require_compilable
+from ddpopt.ddp.held import held_parameters
 from ddpopt.ddp.impose import imposed_plan
+from ddpopt.ddp.specs import limits_of, specs_by_id
 from ddpopt.ddp.tensor_parallel import share_reads
 from ddpopt.dynamo import hook
+from ddpopt.dynamo.model_graphs import ModelGraphs, Planned, ends_in_break, plan_for_reducer
 from ddpopt.dynamo.quiet import compiling, isolated
-from ddpopt.errors import UnsupportedError, UsageError, did_you_mean
+from ddpopt.errors import UnsupportedError, UsageError, did_you_mean, require_choice
 from ddpopt.graph.artifacts import show, show_cut
 from ddpopt.graph.nodes import CompilerFn
 from ddpopt.graph.state import begins_without_grad
 from ddpopt.inline.compile import compile_inline, lendable, together
 from ddpopt.inline.inductor import in_order, is_inductor
-from ddpopt.planning.limits import BucketConfig
-from ddpopt.planning.model_graphs import ModelGraphs, Planned, ends_in_break, plan_for_reducer, specs_by_id
-from ddpopt.planning.reduced import held_parameters
-from ddpopt.planning.strategy import Strategy, require_choice
+from ddpopt.planning.plan import Strategy
 from ddpopt.proof.certificate import certify
 from ddpopt.split.partition import partition
 from ddpopt.split.segments import compile_segments
@@ -151,7 +151,7 @@ class DdpoptBackend:
         self._known.add(ddp)
         if not self._is_decided(ddp):
             with contextlib.suppress(UnsupportedError):  # DDP keeps its buckets
-                own = ModelGraphs(specs_by_id(ddp), BucketConfig.from_ddp(ddp))
+                own = ModelGraphs(specs_by_id(ddp), limits_of(ddp))
                 defer(ddp, graphs.joined if graphs is not None and graphs.is_like(own) else own.joined)
 
     def _inline(self, planned: Planned, compiler: CompilerFn) -> Callable[..., Any]:
@@ -202,7 +202,7 @@ class DdpoptBackend:
         self._known.add(ddp)
         known = self._graphs.get(ddp)
         if known is None or known.specs != specs:  # parameter names may change
-            known = self._graphs[ddp] = ModelGraphs(specs, BucketConfig.from_ddp(ddp))
+            known = self._graphs[ddp] = ModelGraphs(specs, limits_of(ddp))
         if ddp.static_graph and ddp._static_graph_delay_allreduce_enqueued:  # True after its first backward
             _say("DDP keeps its buckets: a static graph's first backward determines what is reduced")
         elif (waiting := pending(ddp)) is None or waiting.decide != known.joined:

@@ -10,14 +10,13 @@ from typing import Any
 from torch import nn
 
 from ddpopt.cases.case import Case
+from ddpopt.dynamo.capture import Capture, capture
 from ddpopt.explanation.rehearsal import Rehearsal, RehearsedStep, call, generators_kept, sum_of_squares
 from ddpopt.explanation.result import Explanation, OwnBucket, OwnBuckets, TorchSegment, TorchSplit
 from ddpopt.explanation.torch_split import run_torch_split
 from ddpopt.planning.bucket_rule import own_buckets
-from ddpopt.planning.capture import Capture, capture
 from ddpopt.planning.limits import DDP_ARGUMENTS
-from ddpopt.planning.plan import Plan
-from ddpopt.planning.strategy import Strategy
+from ddpopt.planning.plan import Plan, Strategy
 from ddpopt.step.settings import RUNNING
 
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ddpopt.dynamo.capture import fake_copy, private_dynamo
 from ddpopt.graph.nodes import tensors_in
 from ddpopt.planning.bucket_rule import ParamSpec
-from ddpopt.planning.capture import fake_copy, private_dynamo
 
 Loss = Callable[[Any], Tensor]
 

@@ -20,6 +20,7 @@ from torch import fx
 
 from ddpopt.cases.case import Case, step_seed
 from ddpopt.dynamo.backend import find_compiler
+from ddpopt.dynamo.capture import capture
 from ddpopt.errors import UsageError
 from ddpopt.explanation.tables import mib
 from ddpopt.gate.baseline import Figure, Measuring
@@ -33,7 +34,6 @@ from ddpopt.judge.modes import mode
 from ddpopt.judge.options import option
 from ddpopt.judge.trainer import Trainer
 from ddpopt.judge.verdict import Status, Trial
-from ddpopt.planning.capture import capture
 from ddpopt.ranks.group import Ranks, new_group
 
 COLLECTIVE_LIMIT_S = 60.0

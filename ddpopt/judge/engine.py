@@ -249,11 +249,18 @@ class Engine:
                 yield
         finally:
             torch._dynamo.reset()
-            # DDP with the Python reducer makes Dynamo trace DDP's frames from then on; a static graph then no
-            # longer compiles.
-            if TRACED_FOR_GOOD in trace_rules.LEGACY_MOD_INLINELIST:
-                trace_rules.LEGACY_MOD_INLINELIST.remove(TRACED_FOR_GOOD)
-                trace_rules.get_legacy_mod_inlinelist.cache_clear()
+            skip_frames_of_ddp()
+
+
+def skip_frames_of_ddp() -> None:
+    """Let Dynamo skip DDP's own frames again.
+
+    DDP with the Python reducer makes it trace them from then on: a static graph then no longer compiles, and
+    a backward through a synchronized forward calls the module.
+    """
+    if TRACED_FOR_GOOD in trace_rules.LEGACY_MOD_INLINELIST:
+        trace_rules.LEGACY_MOD_INLINELIST.remove(TRACED_FOR_GOOD)
+        trace_rules.get_legacy_mod_inlinelist.cache_clear()
 
 
 def updated(parameter: Tensor, gradient: Tensor | None, learning_rate: float) -> Tensor:

@@ -30,7 +30,7 @@ from ddpopt.judge.sharded import (
     ReplicateByFsdp,
     require_one_dtype,
 )
-from ddpopt.planning.strategy import Strategy
+from ddpopt.planning.plan import Strategy
 
 
 class Local(Engine):

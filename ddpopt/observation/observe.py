@@ -15,13 +15,13 @@ from torch import nn
 
 from ddpopt.ddp.engine import NO_TASK, task_id
 from ddpopt.ddp.fit import ddp_module
+from ddpopt.ddp.held import running_reducer
+from ddpopt.ddp.specs import specs_from_ddp
 from ddpopt.errors import UsageError
 from ddpopt.observation.compilations import Compilations
 from ddpopt.observation.launches import Launch, LaunchMode
 from ddpopt.observation.reducer_buckets import ObservedBucket, buckets_of, running_buckets
-from ddpopt.planning.bucket_rule import specs_from_ddp
 from ddpopt.planning.plan import Plan
-from ddpopt.planning.reduced import running_reducer
 from ddpopt.step.settings import RUNNING
 
 STEP_OPS = ("all_reduce", "all_reduce_coalesced")

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from ddpopt.ddp.agreement import group_name
+from ddpopt.ddp.held import bucket_members, running_reducer
 from ddpopt.ddp.impose import imposed_plan
-from ddpopt.planning.bucket_rule import ParamSpec, initial_buckets, specs_from_ddp
-from ddpopt.planning.limits import BucketConfig
+from ddpopt.ddp.specs import limits_of, specs_from_ddp
+from ddpopt.planning.bucket_rule import ParamSpec, initial_buckets
 from ddpopt.planning.plan import Plan, SentTogether
-from ddpopt.planning.reduced import bucket_members, running_reducer
 
 
 @dataclass(frozen=True)
@@ -64,5 +64,5 @@ def _predicted(ddp: Any) -> list[list[Tensor]]:
         return [[planned[name] for name in bucket.params] for bucket in plan.buckets]
     parameters = dict(ddp.module.named_parameters())
     specs = specs_from_ddp(ddp)
-    buckets = initial_buckets(specs, BucketConfig.from_ddp(ddp))
+    buckets = initial_buckets(specs, limits_of(ddp))
     return [[parameters[specs[index].name] for index in bucket] for bucket in buckets]

@@ -11,16 +11,14 @@ Source: ``Reducer::rebuild_buckets`` in ``torch/csrc/distributed/c10d/reducer.cp
 """
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ddpopt.planning.limits import BucketConfig
-from ddpopt.planning.reduced import as_built
 
 
 @dataclass(frozen=True)
@@ -147,47 +145,3 @@ def closing_reason(specs: Sequence[ParamSpec], limit: int) -> str:
     if nbytes < limit:
         return "no gradient is left to add"
     return f"{last.name} brings it to {nbytes} bytes, at or over the limit of {limit}"
-
-
-def specs_from_ddp(ddp: nn.parallel.DistributedDataParallel) -> tuple[ParamSpec, ...]:
-    """The parameters of a DDP module's reducer, in the reducer's own order, even if frozen since.
-
-    Args:
-        ddp: the module.
-
-    Returns:
-        One spec for each parameter that DDP reduces; entry i is the reducer's parameter number i.
-
-    Raises:
-        UnsupportedError: the reducer's parameters cannot be determined, or are no longer in the module.
-    """
-    with as_built(ddp):
-        return specs_from_module(ddp.module, ignored=ddp.parameters_to_ignore)
-
-
-def specs_from_module(module: nn.Module, ignored: Iterable[str] = ()) -> tuple[ParamSpec, ...]:
-    """The parameters that DDP's reducer would hold for a module, in the reducer's order.
-
-    Frozen and ignored parameters are left out. DDP matches ignored names against
-    ``f"{module}.{parameter}"``, once for each module that holds the parameter. So a parameter of the root
-    module itself is reduced although its name is ignored (it is matched as ``".name"``), and a tied parameter
-    is left out only if all its names are ignored. The marker ``_ddp_ignored`` alone has no effect.
-
-    Args:
-        module: the module that DDP would wrap; its parameters may be meta or fake tensors.
-        ignored: names to leave out, in addition to those in ``module._ddp_params_and_buffers_to_ignore``
-            (``ddp.parameters_to_ignore``, names of ``delay_all_reduce_named_params``).
-
-    Returns:
-        One spec for each parameter, named as in ``module.named_parameters()``.
-    """
-    left_out = frozenset(ignored) | frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-    names = {id(param): name for name, param in module.named_parameters()}
-    specs: dict[int, ParamSpec] = {}
-    for prefix, owner in module.named_modules():
-        for own_name, param in owner.named_parameters(recurse=False):
-            if param.requires_grad and f"{prefix}.{own_name}" not in left_out:
-                name = names.get(id(param), f"{prefix}.{own_name}")
-                sparse = isinstance(owner, nn.Embedding | nn.EmbeddingBag) and bool(owner.sparse)
-                specs.setdefault(id(param), ParamSpec.of(name, param, sparse=sparse))
-    return tuple(specs.values())

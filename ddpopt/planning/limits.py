@@ -1,7 +1,7 @@
-"""The sizes at which DDP closes its buckets, read from a DDP module or from its constructor arguments.
+"""The sizes at which DDP closes its buckets, from the arguments of its constructor.
 
-Invariant: ``BucketConfig.from_kwargs(**arguments)`` equals ``from_ddp(DDP(model, **arguments))``
-and needs neither a model nor a process group.
+Invariant: ``BucketConfig.from_kwargs(**arguments)`` equals ``limits_of(DDP(model, **arguments))`` and needs
+neither a model nor a process group.
 
 Source: ``torch/nn/parallel/distributed.py``.
 """
@@ -102,8 +102,8 @@ class BucketConfig:
             cap = int((DEFAULT_CAP_MB if bucket_cap_mb is None else bucket_cap_mb) * MIB)
             caps = tuple(int(each * MIB) for each in bucket_cap_mb_list or ())
             cap = max(caps, default=cap)
-            first = cap if bucket_cap_mb is not None or caps else _default_first_bucket_bytes()
-            config = cls(cap, first, caps, **flags, small_last_bucket=_last_bucket_is_small())
+            first = cap if bucket_cap_mb is not None or caps else default_first_bucket_bytes()
+            config = cls(cap, first, caps, **flags, small_last_bucket=last_bucket_is_small())
             if min(config.initial_limits) < 0 or abs(cap) > sys.maxsize:
                 raise ValueError(f"DDP does not take {cap} bytes")
         except (TypeError, ValueError, OverflowError) as error:
@@ -111,39 +111,14 @@ class BucketConfig:
             raise UsageError(f"expected bucket_cap_mb and bucket_cap_mb_list in MiB, got {given}") from error
         return config
 
-    @classmethod
-    def from_ddp(cls, ddp: nn.parallel.DistributedDataParallel) -> "BucketConfig":
-        """Read the limits that a DDP module uses.
 
-        Args:
-            ddp: the module; the current ``static_graph`` is read, so call this after ``_set_static_graph``.
-
-        Returns:
-            Its configuration.
-        """
-        return cls(
-            cap_bytes=int(ddp.bucket_bytes_cap),
-            first_bucket_bytes=_first_bucket_bytes(ddp),
-            cap_bytes_list=tuple(map(int, ddp.bucket_bytes_cap_list)),
-            find_unused_parameters=bool(ddp.find_unused_parameters),
-            static_graph=bool(ddp.static_graph),
-            small_last_bucket=_last_bucket_is_small(),
-        )
-
-
-def _first_bucket_bytes(ddp: nn.parallel.DistributedDataParallel) -> int:
-    # Private names of DDP, here and above. torch 2.11 has no _bucket_config.
-    if hasattr(ddp, "_bucket_config"):
-        return int(ddp._bucket_config.first_bucket_bytes_cap)
-    return _default_first_bucket_bytes() if ddp.bucket_bytes_cap_default else int(ddp.bucket_bytes_cap)
-
-
-def _default_first_bucket_bytes() -> int:
+def default_first_bucket_bytes() -> int:
     """DDP's first limit where the user gave no cap; users tune it."""
     return int(torch.distributed._DEFAULT_FIRST_BUCKET_BYTES)  # type: ignore[attr-defined]  # private
 
 
-def _last_bucket_is_small() -> bool:
+def last_bucket_is_small() -> bool:
+    """Whether the environment asks for `BucketConfig.small_last_bucket`."""
     return os.environ.get("DDP_SET_LAST_BUCKET_CAP") == "1"
 
 

@@ -19,6 +19,8 @@ from ddpopt.planning.stored import Stored
 
 Policy = Literal["plan", "ddp"]
 
+Strategy = Literal["split", "inline", "auto"]
+
 
 @dataclass(frozen=True)
 class SentTogether:

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ddpopt.planning.bucket_rule import closing_reason
-from ddpopt.planning.facts import GraphFacts, ParamUse
+from ddpopt.planning.facts import GraphFacts, ParamUse, has_multiple_weights
 from ddpopt.planning.limits import BucketConfig
 from ddpopt.planning.plan import Bucket, Cut, Plan, Policy, Segment, cut_reason
 
@@ -203,3 +203,14 @@ def _assemble(facts: GraphFacts, drafts: Sequence[_Draft], policy: Policy) -> Pl
     )
     cuts = tuple(Cut(0, facts.nodes[start], reasons[start]) for start in starts[1:])
     return Plan(tuple(buckets), segments, cuts, policy=policy)
+
+
+def calls_where_buckets_end(facts: GraphFacts, plan: Plan) -> frozenset[str]:
+    """Names of the nodes at which a bucket ends and the gradients of at least two weights complete."""
+    position = {use.spec.name: use.completes_at for use in facts.params}
+    sizes: dict[int, list[int]] = {}
+    for use in facts.params:
+        sizes.setdefault(use.completes_at, []).append(use.spec.nbytes)
+    read = [[position[name] for name in bucket.params if name in position] for bucket in plan.buckets]
+    ends = {min(positions) for positions in read if positions}
+    return frozenset(facts.nodes[end] for end in ends if has_multiple_weights(sizes[end]))

@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from ddpopt.errors import UnsupportedError
+from ddpopt.errors import UnsupportedError, require_choice
 from ddpopt.graph.nodes import CompilerFn
-from ddpopt.planning.strategy import require_choice
 from ddpopt.step.overrides import Override, Transform
 from ddpopt.step.settings import WHAT, Fallback, Fusion, StepSettings
 

@@ -17,9 +17,9 @@ from torch import fx
 
 from ddpopt.ddp.agreement import group_name
 from ddpopt.ddp.impose import imposed_plan
+from ddpopt.ddp.specs import limits_of
 from ddpopt.errors import UsageError
 from ddpopt.planning.bucket_rule import ParamSpec, ready_buckets
-from ddpopt.planning.limits import BucketConfig
 from ddpopt.planning.plan import Bucket, Plan, Segment
 from ddpopt.step.graphs import Captured
 from ddpopt.step.replicas import AVERAGE, Replica
@@ -64,7 +64,7 @@ def plan_step(captured: Captured) -> tuple[Plan, ...]:
 def _plan(replica: Replica, ready: Sequence[ParamSpec], nodes: tuple[str, ...]) -> Plan:
     by_name, given = {spec.name: spec for spec in ready}, imposed_plan(replica.ddp)
     if given is None:
-        by_rule = ready_buckets(ready, BucketConfig.from_ddp(replica.ddp))
+        by_rule = ready_buckets(ready, limits_of(replica.ddp))
         wanted = [([ready[place] for place in members], reason) for members, reason in by_rule]
     else:
         by_plan = [[by_name[name] for name in each.params if name in by_name] for each in given.buckets]

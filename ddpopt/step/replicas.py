@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from ddpopt.ddp.specs import specs_from_ddp
 from ddpopt.errors import UnsupportedError, UsageError
-from ddpopt.planning.bucket_rule import ParamSpec, specs_from_ddp
+from ddpopt.planning.bucket_rule import ParamSpec
 from ddpopt.step.settings import WHAT
 
 torch.library.define("ddpopt::average", "(Tensor gradient, int slot) -> Tensor")

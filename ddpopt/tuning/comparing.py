@@ -22,9 +22,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
 from ddpopt.cases.case import Case
+from ddpopt.ddp.specs import specs_from_ddp
 from ddpopt.dynamo import api
 from ddpopt.observation.reducer_buckets import running_buckets
-from ddpopt.planning.bucket_rule import own_buckets, specs_from_ddp
+from ddpopt.planning.bucket_rule import own_buckets
 from ddpopt.planning.limits import BucketConfig
 from ddpopt.planning.plan import Plan
 from ddpopt.ranks.group import Ranks

@@ -23,12 +23,11 @@ from ddpopt.ddp.deferral import LONGEST_WAIT, pending, watch, watchers
 from ddpopt.ddp.fit import ddp_within
 from ddpopt.ddp.impose import impose_decided, imposed_plan
 from ddpopt.dynamo import api
-from ddpopt.errors import InfrastructureError, PlanMismatchError, UsageError
+from ddpopt.errors import InfrastructureError, PlanMismatchError, UsageError, require_choice
 from ddpopt.graph.nodes import CompilerFn
 from ddpopt.planning.limits import MIB
-from ddpopt.planning.plan import Plan
+from ddpopt.planning.plan import Plan, Strategy
 from ddpopt.planning.stored import read
-from ddpopt.planning.strategy import Strategy, require_choice
 from ddpopt.tuning.measure_link import measure_link
 from ddpopt.tuning.recording import Course, Watch, require_profilable
 from ddpopt.tuning.records import Link, Profile, ms

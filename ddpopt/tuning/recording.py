@@ -28,9 +28,9 @@ from ddpopt.ddp.agreement import exchange_plans
 from ddpopt.ddp.deferral import patience
 from ddpopt.ddp.fit import require_between_iterations
 from ddpopt.ddp.reducer import install
+from ddpopt.ddp.specs import specs_by_id
 from ddpopt.errors import UsageError
 from ddpopt.planning.bucket_rule import ParamSpec
-from ddpopt.planning.model_graphs import specs_by_id
 from ddpopt.planning.plan import Plan
 from ddpopt.tuning.records import Gradient, Profile, conditions
 from ddpopt.tuning.tune import plan_of

@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ddpopt
 from ddpopt.dynamo.backend import _say_once
 from ddpopt.errors import UnsupportedError
+from ddpopt.judge.engine import skip_frames_of_ddp
 from ddpopt.ranks.group import Ranks
 
 ROOT = Path(__file__).parents[2]
@@ -97,6 +98,15 @@ ALONE: dict[str, tuple[Callable[[nn.Module], Any], Callable[[Any], Any]]] = {
 }
 
 
+@pytest.fixture
+def ddp_as_before() -> Iterator[None]:
+    """After the test, Dynamo skips DDP's frames, whatever the test made of that."""
+    yield
+    torch._dynamo.reset()
+    skip_frames_of_ddp()
+
+
+@pytest.mark.usefixtures("ddp_as_before")
 @pytest.mark.parametrize("way", ALONE)
 def test_what_ddpopt_leaves_alone_trains_as_in_eager_and_the_reason_is_logged(
     way: str, one_rank_group: None, caplog: pytest.LogCaptureFixture

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ddpopt
 from ddpopt.cases.case import Case
 from ddpopt.ddp.impose import imposed_plan
-from ddpopt.planning.strategy import Strategy
+from ddpopt.planning.plan import Strategy
 from ddpopt.ranks.group import Ranks
 from tests.multigpu.models import hook_that_sees, roundings
 

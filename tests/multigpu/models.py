@@ -14,7 +14,8 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch 
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.ddp.ready_hooks import ReadyHooks
-from ddpopt.planning.bucket_rule import ParamSpec, specs_from_ddp
+from ddpopt.ddp.specs import specs_from_ddp
+from ddpopt.planning.bucket_rule import ParamSpec
 from ddpopt.planning.plan import Bucket, Plan
 
 Gradients = list[Tensor | None]

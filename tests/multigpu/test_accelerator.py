@@ -14,7 +14,7 @@ import ddpopt
 from ddpopt.cases.corpus.ddp_rows import Linears
 from ddpopt.cases.corpus.draws import seeded
 from ddpopt.ddp.impose import imposed_plan
-from ddpopt.planning.strategy import Strategy
+from ddpopt.planning.plan import Strategy
 from ddpopt.ranks.group import Ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="eager DDP needs an accelerator for it")

@@ -14,7 +14,7 @@ import ddpopt
 from ddpopt.cases import corpus
 from ddpopt.cases.case import Case
 from ddpopt.dynamo.backend import DdpoptBackend
-from ddpopt.planning.strategy import Strategy
+from ddpopt.planning.plan import Strategy
 from ddpopt.ranks.group import Ranks
 from tests.multigpu.reported import Compile, passes, run, sentence
 from tests.multigpu.turns import at_night, in_turn

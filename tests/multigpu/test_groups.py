@@ -13,9 +13,9 @@ import ddpopt
 from ddpopt.cases.corpus.ddp_rows import Linears
 from ddpopt.cases.corpus.draws import seeded
 from ddpopt.ddp.impose import imposed_plan
+from ddpopt.ddp.specs import specs_from_ddp
 from ddpopt.errors import PlanMismatchError
-from ddpopt.planning.bucket_rule import specs_from_ddp
-from ddpopt.planning.strategy import Strategy
+from ddpopt.planning.plan import Strategy
 from ddpopt.ranks.group import Ranks
 from tests.multigpu.models import plan_of
 from tests.refusals import refusal

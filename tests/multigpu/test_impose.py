@@ -11,8 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.ddp.deferral import defer
 from ddpopt.ddp.impose import impose, imposed_plan
+from ddpopt.ddp.specs import specs_from_ddp
 from ddpopt.errors import NoAnswerError, PlanMismatchError, UsageError
-from ddpopt.planning.bucket_rule import specs_from_ddp
 from ddpopt.planning.plan import Plan
 from ddpopt.ranks.group import Ranks
 from tests.multigpu.models import arbitrary_plan, hook_that_sees, params_of, plan_of

@@ -24,7 +24,7 @@ import ddpopt
 from ddpopt.ddp import deferral
 from ddpopt.ddp.impose import imposed_plan
 from ddpopt.errors import UnsupportedError
-from ddpopt.planning.strategy import Strategy
+from ddpopt.planning.plan import Strategy
 from ddpopt.ranks.group import Ranks
 from tests.multigpu.models import Gradients, Tower, hand_overs, hook_that_sees
 from tests.multigpu.training import SETTINGS, STEPS, Buckets, Setting, alike, batch, build, loss, train

@@ -18,7 +18,7 @@ from ddpopt.cases.corpus.draws import rows_case
 from ddpopt.ddp.impose import imposed_plan
 from ddpopt.judge.trials import Request, Settings, run_trials
 from ddpopt.judge.verdict import Status
-from ddpopt.planning.strategy import Strategy
+from ddpopt.planning.plan import Strategy
 from ddpopt.ranks.group import Ranks, joined
 from tests.multigpu.models import hook_that_sees
 from tests.refusals import refusal

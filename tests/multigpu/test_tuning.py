@@ -26,7 +26,7 @@ import ddpopt
 from ddpopt.cases.case import Case
 from ddpopt.ddp.fit import ddp_within
 from ddpopt.ddp.impose import imposed_plan
-from ddpopt.planning.model_graphs import specs_by_id
+from ddpopt.ddp.specs import specs_by_id
 from ddpopt.planning.plan import Plan
 from ddpopt.ranks import pool
 from ddpopt.ranks.failures import RanksFailed

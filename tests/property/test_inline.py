@@ -8,11 +8,11 @@ from torch import fx
 
 from ddpopt.inline.compile import compile_inline, lendable, together
 from ddpopt.inline.handover import lend
+from ddpopt.inline.why_not import why_not_inline
 from ddpopt.planning.facts import GraphFacts, Sources
 from ddpopt.planning.limits import BucketConfig
 from ddpopt.planning.plan import Bucket
 from ddpopt.planning.planner import plan_graph
-from ddpopt.planning.strategy import why_not_inline
 from tests.graph_builder import SmallGraph, real_inputs
 from tests.profiles import share
 from tests.property.drawn_graphs import facts_of, small_configs

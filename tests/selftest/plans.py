@@ -9,10 +9,10 @@ from unittest.mock import patch
 
 from ddpopt.ddp import reducer as planned_reducer
 from ddpopt.ddp.impose import impose
+from ddpopt.ddp.specs import specs_from_ddp
 from ddpopt.dynamo import backend
+from ddpopt.dynamo.model_graphs import ModelGraphs
 from ddpopt.judge.trainer import Trainer
-from ddpopt.planning.bucket_rule import specs_from_ddp
-from ddpopt.planning.model_graphs import ModelGraphs
 from ddpopt.planning.plan import Plan
 from tests.multigpu.models import plan_of
 from tests.selftest.sites import Inject, NotInjected, Site, every_rank

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from ddpopt.cases import corpus
+from ddpopt.ddp.specs import limits_of, specs_from_ddp
 from ddpopt.explanation.explain import explain_case
 from ddpopt.explanation.result import Explanation
 from ddpopt.observation import reducer_buckets
-from ddpopt.planning.bucket_rule import initial_buckets, rebuilt_buckets, specs_from_ddp
+from ddpopt.planning.bucket_rule import initial_buckets, rebuilt_buckets
 from ddpopt.planning.limits import BucketConfig
 
 WIDTH = 128
@@ -71,7 +72,7 @@ def assert_buckets_as_predicted(ddp: Any, train: Callable[[int], object]) -> Buc
 
     Steps are told their numbers.
     """
-    specs, config = specs_from_ddp(ddp), BucketConfig.from_ddp(ddp)
+    specs, config = specs_from_ddp(ddp), limits_of(ddp)
     _assert_buckets(ddp, specs, initial_buckets(specs, config))
     ready: list[list[str]] = []
     param: Any  # torch leaves the hook's registration untyped

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from ddpopt.ddp.specs import specs_from_module
 from ddpopt.graph.nodes import body_nodes
-from ddpopt.planning.bucket_rule import ParamSpec, specs_from_module
+from ddpopt.planning.bucket_rule import ParamSpec
 from ddpopt.planning.facts import GraphFacts, collect, parameter_sources
 from ddpopt.planning.plan import Cut, Plan, Segment
 

@@ -14,8 +14,8 @@ import torch
 
 from ddpopt.cases import corpus
 from ddpopt.cases.case import Case
+from ddpopt.dynamo.capture import capture
 from ddpopt.explanation.explain import explain_case
-from ddpopt.planning.capture import capture
 from ddpopt.planning.plan import Bucket, Plan
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from ddpopt.ddp.deferral import PendingReducer, defer, pending
+from ddpopt.ddp.held import running_reducer
 from ddpopt.ddp.impose import impose, imposed_plan
 from ddpopt.dynamo.quiet import gc_paused
 from ddpopt.errors import PlanMismatchError
 from ddpopt.planning.plan import Plan
-from ddpopt.planning.reduced import running_reducer
 from tests.multigpu.models import arbitrary_plan, step, towers
 
 pytestmark = pytest.mark.usefixtures("one_rank_group")

@@ -30,11 +30,10 @@ import ddpopt.dynamo.backend
 from ddpopt.ddp.deferral import keeps_buckets
 from ddpopt.ddp.impose import impose, imposed_plan
 from ddpopt.dynamo.backend import DdpoptBackend
+from ddpopt.dynamo.model_graphs import Planned, plan_for_reducer
 from ddpopt.errors import UsageError
 from ddpopt.observation.observe import observe
-from ddpopt.planning.model_graphs import Planned, plan_for_reducer
-from ddpopt.planning.plan import Plan
-from ddpopt.planning.strategy import Strategy
+from ddpopt.planning.plan import Plan, Strategy
 from ddpopt.split.partition import partition
 from ddpopt.testing import drawn
 from tests.multigpu.models import averaged, changing

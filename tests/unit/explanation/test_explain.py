@@ -12,9 +12,9 @@ from torch import nn
 from ddpopt.cases import corpus
 from ddpopt.cases.case import Case
 from ddpopt.cases.corpus.parameters import MixedDtypes
+from ddpopt.ddp.specs import specs_from_module
 from ddpopt.explanation.explain import explain, explain_case
 from ddpopt.explanation.result import Tally
-from ddpopt.planning.bucket_rule import specs_from_module
 from ddpopt.planning.plan import Plan
 from ddpopt.tuning.records import Gradient, Link, Profile
 from ddpopt.tuning.simulate import simulate

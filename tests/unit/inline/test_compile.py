@@ -18,10 +18,10 @@ from ddpopt.errors import HandOverError
 from ddpopt.inline.compile import together
 from ddpopt.inline.handover import COPIED
 from ddpopt.inline.owners import _owners_of_one
+from ddpopt.inline.why_not import why_not_inline
 from ddpopt.planning.bucket_rule import ParamSpec
 from ddpopt.planning.facts import GraphFacts, ParamUse
-from ddpopt.planning.plan import Bucket
-from ddpopt.planning.strategy import Strategy, why_not_inline
+from ddpopt.planning.plan import Bucket, Strategy
 from tests.multigpu.models import gradients_of, same
 from tests.unit.rehearsing import Linears
 from tests.unit.tracing import Recorder, written

@@ -15,10 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from ddpopt.ddp.impose import impose
+from ddpopt.ddp.specs import specs_from_ddp
 from ddpopt.errors import UsageError
 from ddpopt.observation.observe import Observation, observe
 from ddpopt.observation.reducer_buckets import running_buckets
-from ddpopt.planning.bucket_rule import specs_from_ddp
 from ddpopt.planning.plan import Plan
 from ddpopt.testing.drawn import DrawnModel, step
 from ddpopt.tuning.observed import record

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from ddpopt.planning.bucket_rule import specs_from_ddp, specs_from_module
+from ddpopt.ddp.specs import specs_from_ddp, specs_from_module
 from ddpopt.planning.limits import BucketConfig
 from ddpopt.testing.drawn import DrawnModel, step
 from tests.unit.rehearsing import assert_buckets_as_predicted

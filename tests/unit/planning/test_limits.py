@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ddpopt.ddp.specs import limits_of, specs_from_module
 from ddpopt.errors import UsageError
-from ddpopt.planning.bucket_rule import initial_buckets, rebuilt_buckets, specs_from_module
+from ddpopt.planning.bucket_rule import initial_buckets, rebuilt_buckets
 from ddpopt.planning.limits import BucketConfig
 from tests.refusals import refusal
 
@@ -40,7 +41,7 @@ def test_ddps_constructor_takes_the_same_caps_and_fills_the_same_buckets(key: st
                 BucketConfig.from_kwargs(**arguments)
             continue
         config = BucketConfig.from_kwargs(**arguments)
-        assert config == BucketConfig.from_ddp(ddp), given
+        assert config == limits_of(ddp), given
         for _ in range(4):  # torch logs rebuilt buckets a step later
             ddp(torch.ones(2, 64)).sum().backward()
         data = ddp._get_ddp_logging_data()  # type: ignore[no-untyped-call]  # of torch

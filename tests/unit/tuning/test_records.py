@@ -12,8 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from ddpopt.ddp.impose import imposed_plan
+from ddpopt.ddp.specs import specs_from_ddp
 from ddpopt.errors import PlanMismatchError, UsageError
-from ddpopt.planning.bucket_rule import ParamSpec, specs_from_ddp
+from ddpopt.planning.bucket_rule import ParamSpec
 from ddpopt.planning.stored import Stored
 from ddpopt.tuning.records import Gradient, Link, Profile
 from ddpopt.tuning.simulate import simulate

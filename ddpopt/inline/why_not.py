@@ -1,28 +1,15 @@
-"""Choosing how a graph is compiled so that its gradients leave during backward, before it is planned.
+"""Why a graph cannot be compiled inline; it is split instead.
 
 Invariant: for the same graph, `ddpopt.plan` and compilation give the same answer.
 """
-
-from typing import Any, Literal, get_args
 
 from torch import fx
 from torch.nested._internal.nested_tensor import NestedTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ddpopt.errors import UsageError
 from ddpopt.graph.effects import communicates_in_backward, is_known, written_storages
 from ddpopt.graph.nodes import example_value, storages
 from ddpopt.planning.facts import Sources
-
-Strategy = Literal["split", "inline", "auto"]
-
-
-def require_choice(argument: str, value: str, choice: Any) -> None:
-    """Raise UsageError unless `value` is one of the values of a ``Literal``."""
-    words = get_args(choice)
-    if value not in words:
-        *others, last = map(repr, words)
-        raise UsageError(f"{argument}: expected {', '.join(others)} or {last}, got {value!r}")
 
 
 def why_not_inline(gm: fx.GraphModule, sources: Sources) -> str | None:

@@ -8,7 +8,7 @@ From then on the buckets are fixed; later graphs (another shape, eval mode) foll
 Invariant: no parameter completes in two graphs; its gradient is complete in the first graph that reads it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -16,16 +16,17 @@ import torch
 from torch import fx
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from ddpopt.planning.bucket_rule import ParamSpec, Specs, own_buckets, specs_from_ddp
-from ddpopt.planning.eager_reads import noting_reads
-from ddpopt.planning.expand_calls import Expanded, expanded_and_planned, ordered_within_calls
+from ddpopt.ddp.specs import limits_of, specs_by_id
+from ddpopt.dynamo.eager_reads import noting_reads
+from ddpopt.inline.order_in_calls import ordered_within_calls
+from ddpopt.inline.why_not import why_not_inline
+from ddpopt.planning.bucket_rule import Specs, own_buckets
 from ddpopt.planning.facts import GraphFacts, collect
 from ddpopt.planning.join import GraphPlan, join_plans
 from ddpopt.planning.limits import BucketConfig
-from ddpopt.planning.plan import Plan
+from ddpopt.planning.plan import Plan, Strategy
 from ddpopt.planning.planner import plan_for_buckets, plan_graph, plan_whole
-from ddpopt.planning.reduced import running_reducer
-from ddpopt.planning.strategy import Strategy, why_not_inline
+from ddpopt.split.expand_calls import Expanded, expanded_and_planned
 
 
 class Planned(NamedTuple):
@@ -160,17 +161,6 @@ def _planned(
     return Planned(expanded, example_inputs, facts, plan, why)
 
 
-def specs_by_id(ddp: DDP) -> dict[int, ParamSpec]:
-    """The parameters that `ddp` reduces, by ``id`` of the parameter, in the order of the reducer's list.
-
-    A reducer that follows a plan keeps the plan's names, even if the module's parameter names have changed.
-    """
-    planned: Mapping[int, str] = getattr(running_reducer(ddp), "names", {})
-    ids = {name: id(param) for name, param in ddp.module.named_parameters()}
-    by_id = {ids[spec.name]: spec for spec in specs_from_ddp(ddp)}
-    return {key: replace(spec, name=planned.get(key, spec.name)) for key, spec in by_id.items()}
-
-
 def plan_for_reducer(
     ddp: DDP, imposed: Plan | None, gm: fx.GraphModule, example_inputs: Sequence[object], strategy: Strategy
 ) -> Planned:
@@ -182,7 +172,7 @@ def plan_for_reducer(
     Raises:
         UnsupportedError: the reducer's parameters cannot be determined, or are no longer in the module.
     """
-    specs, config = specs_by_id(ddp), BucketConfig.from_ddp(ddp)
+    specs, config = specs_by_id(ddp), limits_of(ddp)
 
     def decide(facts: GraphFacts, inline: bool) -> Plan:
         if imposed is not None:

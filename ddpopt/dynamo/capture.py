@@ -20,13 +20,13 @@ from torch.autograd.graph import get_gradient_edge
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
-from ddpopt.errors import UsageError
-from ddpopt.planning.bucket_rule import ParamSpec, specs_from_ddp, specs_from_module
+from ddpopt.ddp.specs import limits_of, specs_from_ddp, specs_from_module
+from ddpopt.dynamo.model_graphs import ModelGraphs, Planned
+from ddpopt.errors import UsageError, require_choice
+from ddpopt.planning.bucket_rule import ParamSpec
 from ddpopt.planning.join import join_plans
 from ddpopt.planning.limits import DDP_ARGUMENTS, BucketConfig
-from ddpopt.planning.model_graphs import ModelGraphs, Planned
-from ddpopt.planning.plan import Plan
-from ddpopt.planning.strategy import Strategy, require_choice
+from ddpopt.planning.plan import Plan, Strategy
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def capture(model: nn.Module, *inputs: Any, strategy: Strategy = "auto", **kwarg
             "options. Leave them out, or pass the module inside (ddp.module)"
         )
     else:
-        config, specs, model = BucketConfig.from_ddp(model), specs_from_ddp(model), model.module
+        config, specs, model = limits_of(model), specs_from_ddp(model), model.module
     mode, fakes, copies = fake_copy(model, inputs, kwargs)
     known = ModelGraphs({id(copies[spec.name]): spec for spec in specs}, config)
     graphs = _traced(mode, fakes, known, strategy)

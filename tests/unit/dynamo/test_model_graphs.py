@@ -6,9 +6,9 @@ import pytest
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ddpopt.ddp.specs import limits_of, specs_by_id
+from ddpopt.dynamo.model_graphs import ModelGraphs, plan_for_reducer
 from ddpopt.observation.reducer_buckets import running_buckets
-from ddpopt.planning.limits import BucketConfig
-from ddpopt.planning.model_graphs import ModelGraphs, plan_for_reducer, specs_by_id
 from ddpopt.planning.plan import Plan
 from tests.unit.rehearsing import WIDTH, Linears, rows
 from tests.unit.tracing import Traced, trace_all
@@ -27,7 +27,7 @@ def setting(model: nn.Module, **kwargs: Any) -> tuple[DistributedDataParallel, l
 
 
 def joined(ddp: DistributedDataParallel, graphs: list[Traced]) -> Plan:
-    model_graphs = ModelGraphs(specs_by_id(ddp), BucketConfig.from_ddp(ddp))
+    model_graphs = ModelGraphs(specs_by_id(ddp), limits_of(ddp))
     assert model_graphs.joined() is None
     for graph in graphs:
         model_graphs.add(graph.gm, graph.inputs, "split")

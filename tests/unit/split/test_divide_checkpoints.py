@@ -9,8 +9,8 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
+from ddpopt.dynamo.capture import capture
 from ddpopt.graph.nodes import CHECKPOINT, example_value
-from ddpopt.planning.capture import capture
 from ddpopt.testing.drawn import DrawnModel, Step, step
 
 Body = Callable[["Region", Tensor], Tensor]

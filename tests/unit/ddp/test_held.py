@@ -12,10 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import prune
 
 import ddpopt
+from ddpopt.ddp.held import as_built, held_parameters
 from ddpopt.ddp.impose import impose
+from ddpopt.ddp.specs import specs_from_ddp
 from ddpopt.errors import UnsupportedError
-from ddpopt.planning.bucket_rule import specs_from_ddp
-from ddpopt.planning.reduced import as_built, held_parameters
 from tests.multigpu.models import changing, same
 from tests.multigpu.turns import in_turn
 from tests.refusals import refusal
