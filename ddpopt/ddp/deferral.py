@@ -34,6 +34,7 @@ from ddpopt.ddp.agreement import exchange_plans, plan_difference, same_buckets
 from ddpopt.ddp.fit import ACCUMULATES, accumulates, ddp_module, require_fit
 from ddpopt.ddp.held import as_built, running_reducer
 from ddpopt.ddp.reducer import WatchedLogger, install, outside_dynamo
+from ddpopt.ddp.state import state_of
 from ddpopt.errors import NoAnswerError, UnsupportedError
 from ddpopt.graph.artifacts import show
 from ddpopt.planning.plan import Plan
@@ -43,8 +44,6 @@ log = logging.getLogger(__name__)
 WHAT = "ddpopt: the plan of the first compiled forward"
 LONGEST_WAIT = timedelta(minutes=5)
 """For the other ranks' plans. Ranks compile for different times; without a plan, training goes on."""
-_kept: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
-"""Modules whose ranks found no plan. If one rank compiles a graph later, the others are not asked again."""
 
 
 def defer(ddp: nn.Module, decide: Callable[[], Plan | None]) -> None:
@@ -77,8 +76,9 @@ def ended_deferral(ddp: Any) -> AbstractContextManager[None]:
 
 def pending(ddp: Any) -> "Deferral | None":
     """The decision that a module waits for, if there is one."""
-    watcher = next(watchers(ddp), None)
-    return watcher if isinstance(watcher, Deferral) else None
+    deferral: Deferral | None = state_of(ddp).deferral
+    # DDP replaces its logger together with its reducer
+    return deferral if deferral is not None and ddp.logger is deferral.watched else None
 
 
 def watchers(ddp: Any) -> Iterator[Any]:
@@ -93,11 +93,6 @@ def watch(ddp: Any, watcher: Any) -> None:
     """Let `watcher.called` know which functions of the logger DDP calls, now and with later reducers."""
     holder = ddp.logger if pending(ddp) else ddp
     holder.logger = WatchedLogger(holder.logger, watcher)
-
-
-def keeps_buckets(ddp: DistributedDataParallel) -> bool:
-    """Whether the ranks found no plan when they were asked, so that the module keeps DDP's own buckets."""
-    return ddp in _kept
 
 
 def active_module() -> DistributedDataParallel | None:
@@ -124,6 +119,8 @@ class Deferral:
         reducer: the module's own reducer.
         decide: returns the plan.
         work_handle: the handle that join() gave the reducer, which counts the ranks in this iteration.
+        watched: the placeholder of the module's logger; None before it begins and once it has ended.
+        placeholder: that of its reducer, if there is one.
     """
 
     def __init__(self, ddp: Any, decide: Callable[[], Plan | None]) -> None:
@@ -132,17 +129,22 @@ class Deferral:
         self.ddp = weakref.ref(ddp)
         self.decide = decide
         self.work_handle: tuple[Any, bool] | None = None
+        self.watched: WatchedLogger | None = None
+        self.placeholder: PendingReducer | None = None
         self._used: set[int] = before._used if before else set()
         self._noting: list[Any] = before._noting if before else []
 
     def begin(self, armed: bool) -> None:
         """Install the logger's placeholder, and the reducer's too if a forward is running."""
         ddp: Any = self.ddp()
-        _kept.discard(ddp)
+        state = state_of(ddp)
+        state.keeps_buckets = False
         if ddp.find_unused_parameters and not ddp.static_graph and not self._noting:
             self._note_uses(ddp)
         own = ddp.logger.logger if pending(ddp) else ddp.logger
-        ddp.logger = WatchedLogger(own, self)
+        self.watched = WatchedLogger(own, self)
+        state.deferral = self
+        ddp.logger = self.watched
         ddp.reducer = self.reducer
         if armed:
             self.arm()
@@ -162,7 +164,8 @@ class Deferral:
     def arm(self) -> None:
         """Install the reducer's placeholder when a forward begins."""
         ddp: Any = self.ddp()
-        ddp.reducer = PendingReducer(self)
+        self.placeholder = PendingReducer(self)
+        ddp.reducer = self.placeholder
 
     def called(self, name: str) -> None:
         """See from a call of the logger what begins."""
@@ -179,9 +182,14 @@ class Deferral:
         The hooks that note them put users' hooks before those of a new reducer, which `install` sees.
         """
         # The placeholders must not keep these alive: DDP's frame holds them while the new buckets are made.
-        placeholder, ddp.reducer = ddp.logger, self.reducer
-        ddp.logger = placeholder.logger
-        self.reducer = placeholder.logger = None
+        watched = ddp.logger
+        ddp.reducer = self.reducer
+        ddp.logger = watched.logger
+        watched.logger = None
+        self.reducer = None
+        self.watched = None
+        self.placeholder = None
+        state_of(ddp).deferral = None
         try:
             yield
         finally:
@@ -201,7 +209,7 @@ class Deferral:
         with self.ended(ddp):
             plan = self._agreed(ddp, joined)
             if plan is None:
-                _kept.add(ddp)
+                state_of(ddp).keeps_buckets = True
             else:
                 self._install(ddp, plan, joined)
         return ddp.reducer

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ddpopt.ddp.state import state_of
 from ddpopt.errors import UnsupportedError
 
 
@@ -29,9 +30,23 @@ def running_reducer(ddp: Any) -> Any:
     Returns:
         Its ``torch.distributed.Reducer``; None if it has none.
     """
-    reducer = getattr(ddp, "reducer", None)
-    deferral = getattr(reducer, "deferral", None)
-    return reducer if deferral is None else deferral.reducer
+    reducer = getattr(ddp, "reducer", None)  # DDP has none if it has nothing to reduce
+    deferral = state_of(ddp).deferral
+    return deferral.reducer if deferral is not None and reducer is deferral.placeholder else reducer
+
+
+def planned_reducer(ddp: Any) -> Any:
+    """The reducer that a DDP module uses, if it follows a plan.
+
+    Args:
+        ddp: the DDP module.
+
+    Returns:
+        Its `ddpopt.ddp.reducer.PlannedReducer`; None if it uses another reducer, or none.
+    """
+    planned = state_of(ddp).planned
+    reducer = running_reducer(ddp)
+    return reducer if planned is not None and reducer is not None and planned() is reducer else None
 
 
 @contextlib.contextmanager
@@ -60,10 +75,10 @@ def held_parameters(ddp: Any) -> list[Tensor]:
     Raises:
         UnsupportedError: as for `as_built`.
     """
-    reducer = running_reducer(ddp)
-    planned: list[Tensor] | None = getattr(reducer, "parameters", None)
+    reducer, planned = running_reducer(ddp), planned_reducer(ddp)
     if planned is not None:
-        return planned
+        parameters: list[Tensor] = planned.parameters
+        return parameters
     if reducer is None:
         return [parameter for parameter in ddp.module.parameters() if parameter.requires_grad]
     members = bucket_members(reducer)
@@ -88,7 +103,7 @@ def numbered_parameters(ddp: Any) -> list[Tensor]:
             They appear in DDP's log after the step that follows the rebuilding of its buckets.
     """
     reducer, held = running_reducer(ddp), held_parameters(ddp)
-    if hasattr(reducer, "parameters"):
+    if planned_reducer(ddp) is not None:
         return held
     place_of = {id(parameter): place for place, parameter in enumerate(ddp.module.parameters())}
     by_place = sorted(held, key=lambda parameter: place_of[id(parameter)])

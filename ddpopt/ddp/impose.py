@@ -16,7 +16,7 @@ from torch import nn
 from ddpopt.ddp.agreement import exchange_plans, group_name, in_group, plan_difference, same_buckets
 from ddpopt.ddp.deferral import ended_deferral
 from ddpopt.ddp.fit import ddp_module, ddp_within, require_between_iterations, require_fit
-from ddpopt.ddp.held import running_reducer
+from ddpopt.ddp.held import planned_reducer
 from ddpopt.ddp.reducer import install
 from ddpopt.errors import PlanMismatchError
 from ddpopt.planning.plan import Plan
@@ -78,5 +78,8 @@ def imposed_plan(ddp: nn.Module) -> Plan | None:
         The plan, with the name of the module's process group; None if the module uses DDP's own buckets.
     """
     module: Any = ddp_within(ddp)
-    plan: Plan | None = getattr(running_reducer(module), "plan", None)
-    return plan and replace(plan, group=group_name(module.process_group))
+    reducer = planned_reducer(module)
+    if reducer is None:
+        return None
+    plan: Plan = reducer.plan
+    return replace(plan, group=group_name(module.process_group))

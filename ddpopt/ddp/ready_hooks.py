@@ -23,7 +23,8 @@ from torch.distributed import Reducer  # type: ignore[attr-defined]  # torch doe
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.ddp.engine import NO_TASK, task_id
-from ddpopt.ddp.held import as_built, numbered_parameters, running_reducer
+from ddpopt.ddp.held import as_built, numbered_parameters, planned_reducer, running_reducer
+from ddpopt.ddp.state import state_of
 from ddpopt.errors import HandOverError, UnsupportedError
 from ddpopt.graph.nodes import storages_of
 
@@ -147,10 +148,11 @@ class ReadyHooks:
             )
 
     def _notify(self, place: int) -> None:
-        reducer: Any = running_reducer(self._ddp())
-        if self.are_in_charge and not getattr(reducer, "is_removed", False):
-            reducer._autograd_hook(self._numbers[place])
-            ddp: Any = self._ddp()
+        ddp: Any = self._ddp()
+        planned = planned_reducer(ddp)
+        is_removed = planned is not None and planned.is_removed
+        if self.are_in_charge and not is_removed:
+            running_reducer(ddp)._autograd_hook(self._numbers[place])
             if ddp.gradient_as_bucket_view and ddp.require_backward_grad_sync:
                 self._buckets.update(storages_of(self.leaves[place].variable.grad))
 
@@ -197,11 +199,10 @@ def _call(method: weakref.WeakMethod[Any], place: int, _: Any, gradients: tuple[
         arrived(place, gradients)
 
 
-_hooks: weakref.WeakKeyDictionary[DistributedDataParallel, ReadyHooks] = weakref.WeakKeyDictionary()
-
-
 def ready_hooks(ddp: DistributedDataParallel) -> ReadyHooks:
     """The hooks of a module; the first call, which must not be in a backward, creates them."""
-    if ddp not in _hooks:
-        _hooks[ddp] = ReadyHooks(ddp)
-    return _hooks[ddp]
+    state = state_of(ddp)
+    if state.ready_hooks is None:
+        state.ready_hooks = ReadyHooks(ddp)
+    hooks: ReadyHooks = state.ready_hooks
+    return hooks

@@ -23,9 +23,10 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed import Reducer  # type: ignore[attr-defined]  # torch does not mark its re-exports
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt.ddp.held import as_built
+from ddpopt.ddp.held import as_built, planned_reducer
 from ddpopt.ddp.ready_hooks import ready_hooks, registered
 from ddpopt.ddp.specs import specs_by_id
+from ddpopt.ddp.state import state_of
 from ddpopt.planning.plan import Plan
 
 REASON = "part of DDP, not of the model"
@@ -187,6 +188,7 @@ def install(ddp: DistributedDataParallel, plan: Plan, hook: Any = None) -> None:
         del module.reducer, module.logger
         with _own_gradients(module, arguments["params"]):
             module.reducer = PlannedReducer(ddp, plan, names, arguments)
+        state_of(ddp).planned = weakref.ref(module.reducer)
     module.logger = _logger(module)
     if module.static_graph:
         module._static_graph_delay_allreduce_enqueued = False
@@ -219,9 +221,10 @@ def _own_gradients(ddp: Any, parameters: Sequence[torch.Tensor]) -> Iterator[Non
 def _reducer_arguments(ddp: Any, plan: Plan, names: Sequence[str]) -> dict[str, Any]:
     parameters, sparse = ddp._build_params_for_reducer()
     mapping = ddp._build_debug_param_to_name_mapping(parameters)
+    planned = planned_reducer(ddp)
     # the module may have lost some since, which DDP goes on to reduce
-    if len(parameters) != len(names) and isinstance(ddp.reducer, PlannedReducer):
-        parameters, sparse = ddp.reducer.parameters, ddp.reducer.expects_sparse
+    if len(parameters) != len(names) and planned is not None:
+        parameters, sparse = planned.parameters, planned.expects_sparse
         mapping = dict(enumerate(names))
     places = {name: place for place, name in enumerate(names)}
     # Pass on all switches that DDP and its reducer have in common; they differ between releases of torch.

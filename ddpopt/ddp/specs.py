@@ -12,7 +12,7 @@ from dataclasses import replace
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt.ddp.held import as_built, running_reducer
+from ddpopt.ddp.held import as_built, planned_reducer
 from ddpopt.planning.bucket_rule import ParamSpec
 from ddpopt.planning.limits import BucketConfig, default_first_bucket_bytes, last_bucket_is_small
 
@@ -48,7 +48,8 @@ def specs_by_id(ddp: DistributedDataParallel) -> dict[int, ParamSpec]:
 
     A reducer that follows a plan keeps the plan's names, even if the module's parameter names have changed.
     """
-    planned: Mapping[int, str] = getattr(running_reducer(ddp), "names", {})
+    reducer = planned_reducer(ddp)
+    planned: Mapping[int, str] = {} if reducer is None else reducer.names
     ids = {name: id(param) for name, param in ddp.module.named_parameters()}
     by_id = {ids[spec.name]: spec for spec in specs_from_ddp(ddp)}
     return {key: replace(spec, name=planned.get(key, spec.name)) for key, spec in by_id.items()}

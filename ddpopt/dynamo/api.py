@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import inspect
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest.mock import patch
@@ -19,7 +18,7 @@ from ddpopt.ddp.impose import imposed_plan
 from ddpopt.ddp.reducer import outside_dynamo
 from ddpopt.ddp.tensor_parallel import keep_local
 from ddpopt.dynamo import hook
-from ddpopt.dynamo.backend import Buckets, DdpoptBackend, GraphsByModule, configured, is_ddpopt
+from ddpopt.dynamo.backend import Buckets, DdpoptBackend, configured, is_ddpopt
 from ddpopt.errors import UnsupportedError, UsageError, require_choice
 from ddpopt.graph.nodes import CompilerFn
 from ddpopt.planning.plan import Strategy
@@ -115,12 +114,11 @@ def replacing_ddp_optimizer(*, buckets: Buckets = "plan") -> Iterator[None]:
         UsageError: `buckets` is invalid.
     """
     require_choice("buckets", buckets, Buckets)
-    graphs: GraphsByModule = weakref.WeakKeyDictionary()
 
     def choose(compiler: CompilerFn) -> CompilerFn:
         if is_ddpopt(compiler):
             return compiler
-        return DdpoptBackend(compiler, strategy="split", buckets=buckets, graphs=graphs)
+        return DdpoptBackend(compiler, strategy="split", buckets=buckets, graphs_key=choose)
 
     with hook.replacing(choose):
         yield

@@ -18,11 +18,12 @@ from torch import fx
 from torch._dynamo.backends.registry import lookup_backend
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from ddpopt.ddp.deferral import active_module, defer, keeps_buckets, pending, running_modules
+from ddpopt.ddp.deferral import active_module, defer, pending, running_modules
 from ddpopt.ddp.fit import require_compilable
 from ddpopt.ddp.held import held_parameters
 from ddpopt.ddp.impose import imposed_plan
 from ddpopt.ddp.specs import limits_of, specs_by_id
+from ddpopt.ddp.state import state_of
 from ddpopt.ddp.tensor_parallel import share_reads
 from ddpopt.dynamo import hook
 from ddpopt.dynamo.model_graphs import ModelGraphs, Planned, ends_in_break, plan_for_reducer
@@ -40,7 +41,6 @@ from ddpopt.split.segments import compile_segments
 from ddpopt.torch_private import require_supported
 
 Buckets = Literal["plan", "ddp", "open"]
-GraphsByModule = weakref.WeakKeyDictionary[DDP, ModelGraphs]
 NAMED = re.compile("ddpopt(?:_(split|inline))?(?:_(aot_eager|eager))?_backend")
 """Attributes of this module that pyproject.toml registers with Dynamo as ``ddpopt``, ``ddpopt-split``, …"""
 logger = logging.getLogger("ddpopt")
@@ -55,7 +55,7 @@ class DdpoptBackend:
         buckets: ``"plan"``: the reducer follows ddpopt's plan; ``"ddp"``: the reducer is not changed, and
             gradients leave in its own buckets; ``"open"``: like ``"plan"``, but compiled for any buckets, so
             that others can be imposed later: gradients are handed over one by one.
-        graphs: the known graphs of each DDP module, if several backends share one module.
+        graphs_key: backends with the same key share the known graphs of each DDP module; by default none do.
 
     Raises:
         UsageError: an argument is invalid.
@@ -68,7 +68,7 @@ class DdpoptBackend:
         strategy: Strategy = "auto",
         *,
         buckets: Buckets = "plan",
-        graphs: GraphsByModule | None = None,
+        graphs_key: object = None,
     ) -> None:
         require_supported()
         require_choice("strategy", strategy, Strategy)
@@ -81,8 +81,7 @@ class DdpoptBackend:
         remove = hook.install(lambda compiler: compiler if is_ddpopt(compiler) else None)
         self.uninstall_hook = weakref.finalize(self, remove)
         self.uninstall_hook.atexit = False
-        self._graphs = weakref.WeakKeyDictionary() if graphs is None else graphs
-        self._known = weakref.WeakSet[DDP]()
+        self._graphs_key = self if graphs_key is None else graphs_key
 
     def __reduce__(self) -> Any:  # a copy needs a hook of its own; Fabric copies what torch.compile is given
         return functools.partial(type(self), self.compiler, self.strategy, buckets=self.buckets), ()
@@ -93,10 +92,11 @@ class DdpoptBackend:
         """Compile one of Dynamo's graphs; `options`, including the mode, go to the underlying compiler."""
         ddp = active_module()
         run = self._compile(ddp, gm, example_inputs, options)
-        graphs = None if ddp is None else self._graphs.get(ddp)
+        graphs = None if ddp is None else self._graphs_of(ddp)
 
         def run_in_any_module(*inputs: Any) -> Any:  # Dynamo reuses code for other modules of the same class
-            if (running := active_module()) is not None and running not in self._known:
+            running = active_module()
+            if running is not None and self not in state_of(running).backends:
                 self._reuse(running, graphs)
             return run(*inputs)
 
@@ -111,7 +111,7 @@ class DdpoptBackend:
             _say(why)
             return compiler(gm, example_inputs)
         require_compilable(ddp)
-        self._known.add(ddp)
+        state_of(ddp).backends.add(self)
         share_reads(gm, example_inputs)
         replayed = _ties_addresses(self.compiler, options)
         with isolated():
@@ -125,7 +125,7 @@ class DdpoptBackend:
                 run = self._inline(planned, compiler) if inline else self._split(planned, compiler, replayed)
         else:
             run = _compile_whole("it trains no parameters", planned, compiler)
-        graphs = self._graphs.get(ddp)
+        graphs = self._graphs_of(ddp)
         return run if graphs is None else graphs.with_read_tracking(planned, run)
 
     def _plan(
@@ -141,14 +141,19 @@ class DdpoptBackend:
 
     def _is_decided(self, ddp: DDP) -> bool:
         """Whether no plan will be made for a module: it has one, or keeps DDP's buckets."""
-        return imposed_plan(ddp) is not None or self.buckets == "ddp" or keeps_buckets(ddp)
+        return imposed_plan(ddp) is not None or self.buckets == "ddp" or state_of(ddp).keeps_buckets
+
+    def _graphs_of(self, ddp: DDP) -> ModelGraphs | None:
+        """The graphs of a module that this backend, and those that share them with it, have seen."""
+        graphs: ModelGraphs | None = state_of(ddp).graphs.get(self._graphs_key)
+        return graphs
 
     def _reuse(self, ddp: DDP, graphs: ModelGraphs | None) -> None:
         """Let a module follow the plan of an equal module, whose compiled code it reuses.
 
         Without such a plan it still takes part in the exchange, for which a rank that compiles waits.
         """
-        self._known.add(ddp)
+        state_of(ddp).backends.add(self)
         if not self._is_decided(ddp):
             with contextlib.suppress(UnsupportedError):  # DDP keeps its buckets
                 own = ModelGraphs(specs_by_id(ddp), limits_of(ddp))
@@ -199,10 +204,11 @@ class DdpoptBackend:
             UnsupportedError: this module's reducer cannot follow a plan.
         """
         specs = specs_by_id(ddp)  # raises if a parameter was replaced, perhaps since the previous graph
-        self._known.add(ddp)
-        known = self._graphs.get(ddp)
+        state_of(ddp).backends.add(self)
+        known = self._graphs_of(ddp)
         if known is None or known.specs != specs:  # parameter names may change
-            known = self._graphs[ddp] = ModelGraphs(specs, limits_of(ddp))
+            known = ModelGraphs(specs, limits_of(ddp))
+            state_of(ddp).graphs[self._graphs_key] = known
         if ddp.static_graph and ddp._static_graph_delay_allreduce_enqueued:  # True after its first backward
             _say("DDP keeps its buckets: a static graph's first backward determines what is reduced")
         elif (waiting := pending(ddp)) is None or waiting.decide != known.joined:

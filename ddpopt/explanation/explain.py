@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from ddpopt.cases.case import Case
+from ddpopt.ddp.state import state_of
 from ddpopt.dynamo.capture import Capture, capture
 from ddpopt.explanation.rehearsal import Rehearsal, RehearsedStep, call, generators_kept, sum_of_squares
 from ddpopt.explanation.result import Explanation, OwnBucket, OwnBuckets, TorchSegment, TorchSplit
@@ -17,7 +18,6 @@ from ddpopt.explanation.torch_split import run_torch_split
 from ddpopt.planning.bucket_rule import own_buckets
 from ddpopt.planning.limits import DDP_ARGUMENTS
 from ddpopt.planning.plan import Plan, Strategy
-from ddpopt.step.settings import RUNNING
 
 
 def explain(model: nn.Module, *inputs: Any, strategy: Strategy = "auto", **kwargs: Any) -> Explanation:
@@ -41,10 +41,9 @@ def explain(model: nn.Module, *inputs: Any, strategy: Strategy = "auto", **kwarg
     """
     captured = capture(model, *inputs, strategy=strategy, **kwargs)
     forward_kwargs = {key: value for key, value in kwargs.items() if key not in DDP_ARGUMENTS}
-    is_ddp = isinstance(model, nn.parallel.DistributedDataParallel)
-    inner: Any = model.module if is_ddp else model
+    inner: Any = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     explained = _explain(captured, RehearsedStep(inner, inputs, forward_kwargs, sum_of_squares))
-    trained = RUNNING.get(model) if is_ddp else None
+    trained = state_of(model).step_plan if isinstance(model, nn.parallel.DistributedDataParallel) else None
     return replace(explained, plan=trained, inline=True) if trained else explained
 
 

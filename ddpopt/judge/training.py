@@ -16,6 +16,7 @@ from torch.optim import SGD
 
 from ddpopt.cases.case import step_seed
 from ddpopt.ddp.impose import imposed_plan
+from ddpopt.ddp.state import state_of
 from ddpopt.errors import UsageError
 from ddpopt.judge.engine import Engine, Gradients, Named
 from ddpopt.judge.judging.record import Record, RecordedStep, optimizer_state
@@ -26,7 +27,6 @@ from ddpopt.judge.trainer import Course, Option, Place, Trainer, random_state
 from ddpopt.judge.whole_step import whole_step
 from ddpopt.observation.launches import LaunchMode
 from ddpopt.observation.observe import Collective, observe
-from ddpopt.step.settings import RUNNING
 
 
 def train(course: Course, mode: Engine, place: Place) -> Record:
@@ -123,7 +123,7 @@ def _watched(trainer: Trainer, mode: Engine) -> Iterator[None]:
         record.iterations = observation.iterations
         record.collectives = observation.collectives
         record.elsewhere = observation.elsewhere
-        record.plan = RUNNING.get(ddp) if trainer.parallel.whole is not None else imposed_plan(ddp)
+        record.plan = state_of(ddp).step_plan if trainer.parallel.whole is not None else imposed_plan(ddp)
 
 
 def _one_step(trainer: Trainer, option: Option, take: Callable[[], None], update: Callable[[], None]) -> None:

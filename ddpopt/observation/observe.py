@@ -15,14 +15,14 @@ from torch import nn
 
 from ddpopt.ddp.engine import NO_TASK, task_id
 from ddpopt.ddp.fit import ddp_module
-from ddpopt.ddp.held import running_reducer
+from ddpopt.ddp.held import planned_reducer, running_reducer
 from ddpopt.ddp.specs import specs_from_ddp
+from ddpopt.ddp.state import state_of
 from ddpopt.errors import UsageError
 from ddpopt.observation.compilations import Compilations
 from ddpopt.observation.launches import Launch, LaunchMode
 from ddpopt.observation.reducer_buckets import ObservedBucket, buckets_of, running_buckets
 from ddpopt.planning.plan import Plan
-from ddpopt.step.settings import RUNNING
 
 STEP_OPS = ("all_reduce", "all_reduce_coalesced")
 """The functional collectives with which a step in one graph sends its buckets; the reducer's is another."""
@@ -177,7 +177,7 @@ class Observation:
         if launch.group != str(self._ddp.process_group.group_name):
             self._elsewhere.append(launch)
             return
-        plan = RUNNING.get(self._ddp) if launch.op in STEP_OPS and not launch.in_backward else None
+        plan = state_of(self._ddp).step_plan if launch.op in STEP_OPS and not launch.in_backward else None
         if plan or launch.in_backward:
             self._current_backward(plan).launches.append(len(self._launches))
         elif (launch.op, launch.dtype, launch.numel) == ("broadcast", "int32", self._parameter_count + 1):
@@ -193,7 +193,7 @@ class Observation:
         task = task_id()
         current = self._open
         if current is None or (task not in current.tasks and self._is_complete(current)):
-            current = self._open = _Backward(_identity(running_reducer(self._ddp)), self._rebuilds, plan)
+            current = self._open = _Backward(_identity(self._ddp), self._rebuilds, plan)
             self._backwards.append(current)
         if plan is None:
             current.tasks.append(task)
@@ -215,7 +215,7 @@ class Observation:
         if not self._active or task_id() != NO_TASK:
             return
         self._hooked = bool(self._ddp._get_ddp_logging_data().get("comm_hook"))
-        reducer = _identity(running_reducer(self._ddp))
+        reducer = _identity(self._ddp)
         if not any(of is reducer and rebuilds == self._rebuilds for of, rebuilds, _ in self._seen):
             self._seen.append((reducer, self._rebuilds, running_buckets(self._ddp)))
 
@@ -240,9 +240,10 @@ class Observation:
         return carried
 
 
-def _identity(reducer: Any) -> "weakref.ReferenceType[Any]":
-    """An identity shared by all reducers of one plan, which are replaced when DDP rebuilds its buckets."""
-    return weakref.ref(getattr(reducer, "plan", reducer))
+def _identity(ddp: Any) -> "weakref.ReferenceType[Any]":
+    """The identity of a module's reducer, shared by all that follow one plan: a rebuilding replaces them."""
+    planned = planned_reducer(ddp)
+    return weakref.ref(running_reducer(ddp) if planned is None else planned.plan)
 
 
 REAL_OF = {"complex64": "float32", "complex128": "float64"}

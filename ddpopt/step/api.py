@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ddpopt.errors import UnsupportedError, require_choice
+from ddpopt.errors import UnsupportedError
 from ddpopt.graph.nodes import CompilerFn
 from ddpopt.step.overrides import Override, Transform
 from ddpopt.step.settings import WHAT, Fallback, Fusion, StepSettings
@@ -47,12 +47,9 @@ def train_step(
     """
     if torch.__version__ < (2, 13):  # type: ignore[operator]  # torch's version compares with tuples
         raise UnsupportedError(f"{WHAT}: expected torch >= 2.13, got {torch.__version__}; use ddpopt.compile")
-    require_choice("fusion", fusion, Fusion)
-    if fallback is not None:
-        require_choice("fallback", fallback, Fallback)
+    settings = StepSettings(backend, fusion, fallback, tuple(overrides), transform)
     from ddpopt.step.train import TrainStep  # it needs private names that older releases lack
 
-    settings = StepSettings(backend, fusion, fallback, tuple(overrides), transform)
     if function is None:
         return functools.partial(TrainStep, settings=settings)
     return TrainStep(function, settings)

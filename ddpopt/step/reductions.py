@@ -11,11 +11,12 @@ Invariant: forwards and backwards of other modules change nothing for a module.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from ddpopt.ddp.state import state_of
 from ddpopt.errors import UnsupportedError, UsageError
 from ddpopt.step.replicas import INSTEAD, Averaged, Replica
 from ddpopt.step.settings import WHAT
@@ -47,9 +48,6 @@ class _Left:
     used: frozenset[str] = frozenset()
 
 
-_LEFT: "WeakKeyDictionary[Any, _Left]" = WeakKeyDictionary()
-
-
 @dataclass(frozen=True)
 class Met:
     """What a compiled step does to the reducer of a module, which this does not keep alive.
@@ -78,7 +76,7 @@ class Met:
         Raises:
             UsageError: they did.
         """
-        left = _LEFT.get(self.ddp(), _Left())
+        left = self._left
         if self.local and left.pending:
             raise UsageError(
                 f"{WHAT}: an earlier step called {self.name} and no backward followed, so DDP would reduce "
@@ -88,10 +86,17 @@ class Met:
         if self.reduced and left.used - self.reduced:
             _refuse_used(sorted(left.used - self.reduced), self.name)
 
+    @property
+    def _left(self) -> _Left:
+        ddp: Any = self.ddp()  # it takes part in a step
+        left: _Left | None = state_of(ddp).left_by_steps
+        return left or _Left()
+
     def remember(self) -> None:
         """Keep for later steps what this one leaves."""
-        before = _LEFT.get(self.ddp(), _Left())
-        _LEFT[self.ddp()] = _Left(
+        before = self._left
+        ddp: Any = self.ddp()
+        state_of(ddp).left_by_steps = _Left(
             self.pending if self.begun else before.pending,
             self.used if self.reduced else self.used | before.used,
         )

@@ -1,15 +1,13 @@
-"""What others need to know of steps in one graph: how they are compiled, and which modules they train now.
+"""How steps in one graph are compiled.
 
-Invariant: this module needs no private name of torch, so that every release can import it; and a module that
-nothing else holds is not kept alive.
+Invariant: this module needs no private name of torch, so that every release can import it.
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
-from weakref import WeakKeyDictionary
+from typing import Literal
 
+from ddpopt.errors import require_choice
 from ddpopt.graph.nodes import CompilerFn
-from ddpopt.planning.plan import Plan
 from ddpopt.step.overrides import Override, Transform
 
 WHAT = "ddpopt.train_step"
@@ -20,7 +18,11 @@ Fallback = Literal["inline"]
 
 @dataclass(frozen=True)
 class StepSettings:
-    """How steps are compiled; see `train_step`."""
+    """How steps are compiled; see `train_step`.
+
+    Raises:
+        UsageError: `fusion` or `fallback` is none of its words.
+    """
 
     backend: str | CompilerFn
     fusion: Fusion
@@ -28,6 +30,7 @@ class StepSettings:
     overrides: tuple[Override, ...]
     transform: Transform | None
 
-
-RUNNING: "WeakKeyDictionary[Any, Plan]" = WeakKeyDictionary()
-"""The plan of the step that last trained each DDP module."""
+    def __post_init__(self) -> None:
+        require_choice("fusion", self.fusion, Fusion)
+        if self.fallback is not None:
+            require_choice("fallback", self.fallback, Fallback)

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from ddpopt.ddp.impose import imposed_plan
 from ddpopt.ddp.ready_hooks import users_hooks
+from ddpopt.ddp.state import state_of
 from ddpopt.errors import CaptureError, DdpoptError, PlanMismatchError, UsageError
 from ddpopt.planning.plan import Plan
 from ddpopt.step.collectives import digests, insert_collectives, plan_step
@@ -36,7 +37,7 @@ from ddpopt.step.replicas import (
     require_supported,
     source_name,
 )
-from ddpopt.step.settings import RUNNING, WHAT, StepSettings
+from ddpopt.step.settings import WHAT, StepSettings
 from ddpopt.step.tracing import Seen, traceable
 
 logger = logging.getLogger("ddpopt")
@@ -171,7 +172,8 @@ class TrainStep:
                 each.require_nothing_left()
             self._compared = True
             agree(ddps, keys, plans)
-            RUNNING.update(zip(ddps, plans, strict=True))
+            for ddp, plan in zip(ddps, plans, strict=True):
+                state_of(ddp).step_plan = plan
             for each in met:
                 each.remember()
             with torch.no_grad():

@@ -27,6 +27,7 @@ from torch.futures import Future
 from ddpopt.ddp.agreement import exchange_plans
 from ddpopt.ddp.deferral import patience
 from ddpopt.ddp.fit import require_between_iterations
+from ddpopt.ddp.held import planned_reducer
 from ddpopt.ddp.reducer import install
 from ddpopt.ddp.specs import specs_by_id
 from ddpopt.errors import UsageError
@@ -116,7 +117,8 @@ class Watch:
     @property
     def is_holding(self) -> bool:
         """Whether the reducer has our hook; not once the user has imposed other buckets."""
-        return self.hold is not None and getattr(self.ddp.reducer, "plan", None) == self._plan
+        planned = planned_reducer(self.ddp)
+        return self.hold is not None and planned is not None and planned.plan == self._plan
 
     def one_each(self) -> Plan:
         """A bucket for each gradient, in the order in which they were complete in the last backward.

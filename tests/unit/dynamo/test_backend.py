@@ -27,8 +27,8 @@ from torch.utils.checkpoint import checkpoint
 
 import ddpopt
 import ddpopt.dynamo.backend
-from ddpopt.ddp.deferral import keeps_buckets
 from ddpopt.ddp.impose import impose, imposed_plan
+from ddpopt.ddp.state import state_of
 from ddpopt.dynamo.backend import DdpoptBackend
 from ddpopt.dynamo.model_graphs import Planned, plan_for_reducer
 from ddpopt.errors import UsageError
@@ -174,7 +174,7 @@ def test_each_strategy_on_each_compiler_is_one_backend_with_a_name(strategy: str
             assert layers_of(plan_in_force(ddp)) == FOUR_LAYERS
         other = ddp_of(bucket_cap_mb=25)
         assert_trains_as_eager(torch.compile(other, backend=found), other, ddp_of(), steps=2)
-        assert keeps_buckets(other)  # it reuses code whose plan has other limits
+        assert state_of(other).keeps_buckets  # it reuses code whose plan has other limits
 
 
 def test_code_that_was_compiled_without_ddp_answers_the_ranks_that_compile() -> None:
@@ -183,7 +183,7 @@ def test_code_that_was_compiled_without_ddp_answers_the_ranks_that_compile() -> 
     model(rows())
     ddp = DistributedDataParallel(model)
     step(ddp, ddp, rows())
-    assert keeps_buckets(ddp)  # as all ranks were asked, and none has a plan
+    assert state_of(ddp).keeps_buckets  # as all ranks were asked, and none has a plan
 
 
 def test_torch_finds_these_names_and_refuses_another_with_its_own_error() -> None:
