@@ -283,7 +283,7 @@ def optimizer_state(optimizer: Any, parameters: Iterable[tuple[str, Tensor]]) ->
     return {
         f"{key} of {name}": value.detach().clone()
         for name, parameter in parameters
-        for key, value in held.get(parameter, {}).items()
+        for key, value in (held.get(parameter) or {}).items()  # None for what another rank keeps
         if isinstance(value, Tensor)
     }
 

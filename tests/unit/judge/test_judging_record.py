@@ -1,11 +1,12 @@
 """ddpopt.judge.judging.record: the level of a number follows from what it depends on."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from ddpopt.judge.judging.record import FINAL, PARAMETER, Number, NumberKind, Rules
+from ddpopt.judge.judging.record import FINAL, PARAMETER, Number, NumberKind, Rules, optimizer_state
 
 ONE = torch.ones(())
 
@@ -43,3 +44,9 @@ def test_the_level_follows_from_what_a_number_depends_on(
     assert rules.levels(extra) == finished or rules.shards
     assert replace(rules, unstable=frozenset({"w"})).levels(extra) == rules.levels(extra)
     assert replace(rules, unstable=frozenset({"two backwards: w"})).levels(extra) == ("L2",)
+
+
+def test_an_optimizer_has_no_state_here_for_what_another_rank_updates() -> None:
+    first, second = torch.ones(2), torch.ones(2)
+    sharded = SimpleNamespace(state={first: {"step": ONE, "name": "first"}, second: None})
+    assert optimizer_state(sharded, [("first", first), ("second", second)]) == {"step of first": ONE}
