@@ -20,7 +20,6 @@ from ddpopt.judge.visible import GRADIENT_OF, MOVED, REMADE, form_of, is_of_last
 from ddpopt.judge.whole_step import WHOLE
 
 MISSING, UNTRAINED = "missing", "that of no trained parameter"
-FIRST_STEP = "step 0"
 
 
 def structure(evidence: RunEvidence, rank: int) -> list[Finding]:
@@ -87,11 +86,13 @@ def _random(evidence: RunEvidence) -> Broken:
 
 def _seen(evidence: RunEvidence) -> Broken:
     """Other things a script can see: the form of each tensor; types, None and counts exactly."""
+    # of a process: where an option resumes, new processes take the second step
+    first_steps = ("step 0", "step 1") if evidence.option.resumes else ("step 0",)
     for moment, (got, eager) in _moments(evidence):
         for name, has, wants in _unlike(seen(got), seen(eager)):
             if name.endswith(MOVED) and evidence.mode.moves_parameters:
                 continue
-            if name.endswith(REMADE) and evidence.mode.moves_parameters and moment == FIRST_STEP:
+            if name.endswith(REMADE) and evidence.mode.moves_parameters and moment in first_steps:
                 continue  # FSDP adds its hooks when it first sees the inputs
             if in_sight(name, eager):
                 message = f"{name} is {has}, in eager DDP {wants}"
