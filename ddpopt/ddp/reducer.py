@@ -6,7 +6,7 @@ starts with the plan's buckets and keeps them.
 Invariant: except for its buckets, the new reducer behaves like the one that DDP made: same options, same
 communication hooks, same errors, same states between forward and backward.
 
-This module contains all writes to private interfaces of DDP and its reducer
+Most writes to private interfaces of DDP and its reducer are in this module
 (``torch/nn/parallel/distributed.py``, ``torch/csrc/distributed/c10d/reducer.cpp``).
 """
 

@@ -3,10 +3,10 @@
 Invariant: reading it changes nothing, and two equal models have equal makeups.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.judge.meshes import has_parts
@@ -42,16 +42,17 @@ def makeup(model: nn.Module) -> dict[str, Any]:
             )
         parts[f"hooks of {place}"] = [list(vars(module).get(name, {})) for name in HOOKS]
     for name, parameter in model.named_parameters():
-        parts[f"hooks of {name}"] = list(_hooks(parameter))
+        parts[f"hooks of {name}"] = list(hooks_of(parameter))
         parts[f"whether {name} is trained"] = parameter.requires_grad
     return parts
 
 
 def remade(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """What changed in a model that was there before; an engine may give it buffers of its own."""
+    """What changed of that which was there before: an engine may give a model buffers of its own."""
     return [name for name in before if name in after and before[name] != after[name]]
 
 
-def _hooks(parameter: nn.Parameter) -> Iterator[int]:
-    yield from parameter._backward_hooks or {}
-    yield from getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+def hooks_of(parameter: Tensor) -> dict[int, Any]:
+    """The hooks on a parameter itself, by torch's number; torch does not list those on autograd nodes."""
+    kinds = (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None))
+    return {number: hook for hooks in kinds for number, hook in (hooks or {}).items()}

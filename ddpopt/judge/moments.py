@@ -20,7 +20,6 @@ from ddpopt.judge.engine import Named
 from ddpopt.judge.judging.record import RecordedStep, unreduced
 from ddpopt.judge.memory import Pairs
 from ddpopt.judge.meshes import has_parts
-from ddpopt.judge.option_cases import smaller_batch
 from ddpopt.judge.trainer import Option, Trainer, evaluating, random_state
 from ddpopt.judge.visible import form_of
 
@@ -76,11 +75,8 @@ def without_gradients(trainer: Trainer) -> Sent:
 
 def with_a_smaller_batch(trainer: Trainer) -> Sent:
     """A step on fewer samples, as at the end of an epoch."""
-    trainer.resized = smaller_batch
-    try:
+    with trainer.fewer_samples():
         trainer.backward(trainer.loss())
-    finally:
-        trainer.resized = None
     return ()
 
 

@@ -108,11 +108,16 @@ class Trainer:
 
     def evaluate(self, part: int) -> None:
         """Run a forward in evaluation mode and without gradients, on fewer samples of a part."""
+        with self.fewer_samples(), evaluating(self.parallel.model), torch.no_grad():
+            self.forward(part)
+
+    @contextlib.contextmanager
+    def fewer_samples(self) -> Iterator[None]:
+        """In this block each forward takes fewer samples, as at the end of an epoch."""
         resized = self.resized
         self.resized = smaller_batch
         try:
-            with evaluating(self.parallel.model), torch.no_grad():
-                self.forward(part)
+            yield
         finally:
             self.resized = resized
 

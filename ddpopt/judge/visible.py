@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.judge.compare import bitwise, raw_bytes
-from ddpopt.judge.makeup import makeup, remade
+from ddpopt.judge.makeup import hooks_of, makeup, remade
 from ddpopt.judge.memory import Pairs, sharing
 from ddpopt.judge.surroundings import (
     CHANGED_BY_COMPILING,
@@ -200,7 +200,7 @@ class Sight:
             else:
                 tensor.grad = None
         self._held = dict(self._keepers())
-        if not self._makeup:  # later, also what an optimizer changed since the last step must be seen
+        if not self._steps:  # later, also what an optimizer changed since the last step must be seen
             self._process = process_state()
             self._makeup = makeup(self._model)
         if not self._places:  # later, an optimizer may have moved them
@@ -271,7 +271,14 @@ class Sight:
                 yield name
 
     def settings(self, device: torch.device) -> dict[str, str]:
-        """Return the state of torch and of this process that a step may leave changed."""
+        """Return the state of torch that a step may leave changed, and what has changed since the last call.
+
+        Args:
+            device: the device of the model.
+
+        Returns:
+            By name, as text. What changed in the process and in the model is counted from the first step on.
+        """
         process, parts = process_state(), makeup(self._model)
         changed_process = ", ".join(self._changed_process(process)) or "nothing"
         changed_parts = ", ".join(remade(self._makeup, parts)) or "nothing"
@@ -361,13 +368,12 @@ class Sight:
 
 
 def _hooks(model: nn.Module) -> Iterator[Any]:
-    """The hooks on a model's modules and parameters; torch does not list hooks on autograd nodes."""
+    """The hooks on a model's modules and parameters that run in a step."""
     for module in model.modules():
         for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
             yield from vars(module).get(name, {}).values()
     for parameter in model.parameters():
-        yield from (parameter._backward_hooks or {}).values()
-        yield from (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()
+        yield from hooks_of(parameter).values()
 
 
 def _place(parameter: Tensor) -> int | None:

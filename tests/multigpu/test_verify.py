@@ -14,6 +14,7 @@ from ddpopt.cases.case import Case
 from ddpopt.cases.corpus.ddp_rows import Linears
 from ddpopt.cases.corpus.draws import rows_case
 from ddpopt.judge.judge import judge
+from ddpopt.judge.judging.ladder import GIVEN_UP
 from ddpopt.judge.judging.reference import Bench, Reference, Subject
 from ddpopt.judge.matrix import CASES
 from ddpopt.judge.modes import mode
@@ -192,6 +193,26 @@ def test_a_rank_that_gets_through_does_not_leave_its_peer_waiting_and_that_is_wr
     # what gloo says of a peer that has gone depends on who notices first, and is nobody's promise
     told = [(found.claim, found.rank) for found in trial.findings]
     assert (trial.status, told) == (Status.WRONG, [("the step runs", rank) for rank in others])
+
+
+class Counting(Linears):
+    """Counts its forwards in an attribute, so that Dynamo compiles each of them."""
+
+    forwards = 0
+
+    def forward(self, x: Tensor) -> Any:
+        self.forwards += 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("limit", [2, 64])
+def test_a_note_says_where_dynamo_stopped_compiling(limit: int) -> None:
+    case = rows_case("counting", Counting, layers=2, dim=32, batch=8)
+    settings = {"recompile_limit": limit, "automatic_dynamic_shapes": False}
+    with torch._dynamo.config.patch(settings), eager(case) as reference:
+        trial = judge(reference, mode("whole"), "eager")
+    assert (trial.status, trial.findings) == (Status.OK, ())
+    assert (GIVEN_UP in trial.notes) == (limit == 2)
 
 
 class Once:
