@@ -64,12 +64,20 @@ class Trainer:
         resized: changes the arguments of each forward, as for a batch of another size; None to leave them.
     """
 
-    def __init__(self, case: Case, place: Place, make: Callable[[], Engine], recipe: Recipe | None) -> None:
+    def __init__(
+        self,
+        case: Case,
+        place: Place,
+        make: Callable[[], Engine],
+        recipe: Recipe | None,
+        *,
+        has_momentum: bool = True,
+    ) -> None:
         self.case = case
         self.place = place
         self.make = make
         self.parallel = make()
-        self.recipe = recipe_for(recipe, self.parallel)
+        self.recipe = recipe_for(recipe, self.parallel, has_momentum=has_momentum)
         self.updates = Updates(self.recipe, self.parallel)
         self.other: Engine | None = None
         self.sight = Sight((case.inputs, case.loss), self.parallel.model)
@@ -244,6 +252,8 @@ class Course:
         checkpoint: the number of steps before, and the state that they left; None for a new training.
         evaluate: whether to run the model after the last step, in evaluation mode and without gradients.
         extras: names of the extra steps to take after that.
+        has_momentum: whether an optimizer that an engine brings has momentum. It must not where something
+            else writes to parameters: they are then compared with those of eager DDP, which has none.
         tamper: called once the model is data-parallel and configured; for injected faults.
     """
 
@@ -255,6 +265,7 @@ class Course:
     checkpoint: Any = None
     evaluate: bool = False
     extras: Sequence[str] = ()
+    has_momentum: bool = True
     tamper: Callable[[Trainer], None] = lambda _: None
 
 

@@ -38,7 +38,7 @@ def train(course: Course, mode: Engine, place: Place) -> Record:
     with mode.running(), contextlib.ExitStack() as stack:
         stack.callback(gc.collect)  # a DDP module and its reducer are in reference cycles through their hooks
         make = functools.partial(_make, course, mode, place)
-        trainer = Trainer(course.case, place, make, course.option.recipe)
+        trainer = Trainer(course.case, place, make, course.option.recipe, has_momentum=course.has_momentum)
         trainer.record.follow = course.follow
         trainer.record.ignored = frozenset(getattr(trainer.ddp, "parameters_to_ignore", ()))
         trainer.record.recipe = trainer.recipe

@@ -41,16 +41,21 @@ class Recipe:
     scales: bool = False
 
 
-def recipe_for(recipe: Recipe | None, engine: Engine) -> Recipe | None:
+def recipe_for(recipe: Recipe | None, engine: Engine, *, has_momentum: bool = True) -> Recipe | None:
     """How an engine is trained under an option with this recipe.
 
     An engine that brings an optimizer, and no `step`, always trains with it: with momentum, so that its state
     matters. A step in one graph has an optimizer in the graph.
+
+    Args:
+        recipe: the option's.
+        engine: the engine.
+        has_momentum: as in `ddpopt.judge.trainer.Course`.
     """
     if recipe is not None or engine.replaces("step"):
         return recipe
     if engine.replaces("optimizer"):
-        return Recipe(SGD, {"lr": LEARNING_RATE, "momentum": MOMENTUM})
+        return Recipe(SGD, {"lr": LEARNING_RATE, "momentum": MOMENTUM if has_momentum else 0.0})
     return None if engine.whole is None else Recipe(SGD, {"lr": LEARNING_RATE})
 
 

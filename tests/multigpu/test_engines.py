@@ -199,6 +199,12 @@ class Scratching(Averaging):
 
 
 @pytest.mark.world_size(2)
+def test_parameters_that_a_hook_steps_are_compared_with_eager_ddps_without_momentum() -> None:
+    trial = judged("zero", "stepping_hook")
+    assert (trial.status, trial.findings, trial.reason) == (Status.OK, (), "")
+
+
+@pytest.mark.world_size(2)
 def test_a_buffer_that_an_engine_makes_for_itself_is_its_own() -> None:
     trial = judged(Scratching("scratching"))
     assert (trial.status, trial.findings, trial.reason) == (Status.OK, (), "")

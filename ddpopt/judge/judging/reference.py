@@ -102,6 +102,7 @@ class Bench:
         self.unevaluated = ""
         self.extras = [*NAMES] if subject.option.extras else []
         self.not_taken: dict[str, str] = {}
+        self.has_momentum = True
 
     def close(self) -> None:
         """Destroy the process group of the comparison."""
@@ -126,6 +127,7 @@ class Bench:
             RESUMED if resumes else subject.steps,
             evaluate=subject.evaluates and how is not LOCAL and not self.unevaluated and not resumes,
             extras=self._extras_of(how, backend) if subject.evaluates and not resumes else (),
+            has_momentum=self.has_momentum,
             **more,
         )
         record, failure = None, None
@@ -303,6 +305,7 @@ class Reference:
         self.unstable = frozenset[str]().union(*bench.ranks.gather(_changed(eager, again)))
         own = _written(eager)
         self.written = frozenset[str]().union(*bench.ranks.gather(own))
+        bench.has_momentum = not self.written
         self.alone: Record | None = None
         self.ready = list(eager.steps[0].gradients)[::-1] if eager.steps else []
         self.sums: list[dict[str, Sum]] = []
