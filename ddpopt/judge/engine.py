@@ -119,7 +119,7 @@ class Engine:
     def gradients(self) -> Gradients:
         """Whole copies of the gradients of all trainable parameters, by name; None for a missing one."""
         return {
-            name: None if parameter.grad is None else _full(parameter.grad).detach().clone()
+            name: None if parameter.grad is None else full(parameter.grad).detach().clone()
             for name, parameter in self.named_parameters()
             if parameter.requires_grad
         }
@@ -127,7 +127,7 @@ class Engine:
     def state(self) -> Named:
         """Whole copies of all parameters and buffers, by name."""
         with torch.no_grad():
-            return {name: _full(tensor).detach().clone() for name, tensor in self._tensors()}
+            return {name: full(tensor).detach().clone() for name, tensor in self._tensors()}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Set parameters and buffers to those that `state` read from an equal model; others stay."""
@@ -175,7 +175,7 @@ class Engine:
     def clip(self, max_norm: float) -> Tensor:
         """Clip the gradients by their total norm, and return that."""
         parameters = [p for p in self.model.parameters() if p.grad is not None]
-        return _full(nn.utils.clip_grad_norm_(parameters, max_norm))
+        return full(nn.utils.clip_grad_norm_(parameters, max_norm))
 
     def no_sync(self) -> AbstractContextManager[Any]:
         """Make the context manager for forwards and backwards without reduction."""
@@ -274,7 +274,8 @@ def compiled(module: nn.Module, backend: Any) -> nn.Module:
     return made  # type: ignore[no-any-return]
 
 
-def _full(tensor: Tensor) -> Tensor:
+def full(tensor: Tensor) -> Tensor:
+    """The whole of a tensor, of which this rank may hold a part; a collective of all ranks that do."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.judge.compare import bitwise, raw_bytes
@@ -317,7 +318,8 @@ class Sight:
         older = {f"{LAST}{name}": tensor for name, (tensor, _) in self._last.items()}
         written = (name for name, (now, then) in self._last.items() if not bitwise(now, then).right)
         found = sharing(seen | results | kept | older), tuple(sorted(written))
-        self._last = {name: (tensor, tensor.detach().clone()) for name, tensor in results.items()}
+        own = {name: _on_this_rank(tensor) for name, tensor in results.items()}
+        self._last = {name: (tensor, tensor.detach().clone()) for name, tensor in own.items()}
         return found
 
     def _leaves(self) -> Iterator[tuple[str, Tensor]]:
@@ -374,6 +376,11 @@ def _hooks(model: nn.Module) -> Iterator[Any]:
             yield from vars(module).get(name, {}).values()
     for parameter in model.parameters():
         yield from hooks_of(parameter).values()
+
+
+def _on_this_rank(tensor: Tensor) -> Tensor:
+    """What a rank holds of a tensor, in the same memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _place(parameter: Tensor) -> int | None:

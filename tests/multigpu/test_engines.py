@@ -204,6 +204,12 @@ def test_parameters_that_a_hook_steps_are_compared_with_eager_ddps_without_momen
     assert (trial.status, trial.findings, trial.reason) == (Status.OK, (), "")
 
 
+@pytest.mark.parametrize("option", ["zero_in_place", "adamw_foreach"])
+def test_gradients_and_optimizer_state_may_be_dtensors_that_each_rank_holds_whole(option: str) -> None:
+    trial = judged("replicate-fsdp", option)
+    assert (trial.status, trial.findings, trial.reason) == (Status.OK, (), "")
+
+
 @pytest.mark.world_size(2)
 def test_a_buffer_that_an_engine_makes_for_itself_is_its_own() -> None:
     trial = judged(Scratching("scratching"))

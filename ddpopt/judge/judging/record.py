@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from ddpopt.judge.compare import dense
-from ddpopt.judge.engine import Gradients, Named
+from ddpopt.judge.engine import Gradients, Named, full
 from ddpopt.judge.memory import Pairs
 from ddpopt.judge.visible import ATTRIBUTE, GRADIENT_OF, KEPT, OUTSIDE
 from ddpopt.observation.observe import Collective, Iteration
@@ -281,7 +281,7 @@ def optimizer_state(optimizer: Any, parameters: Iterable[tuple[str, Tensor]]) ->
     if not isinstance(held, Mapping):
         return {}
     return {
-        f"{key} of {name}": value.detach().clone()
+        f"{key} of {name}": full(value).detach().clone()
         for name, parameter in parameters
         for key, value in (held.get(parameter) or {}).items()  # None for what another rank keeps
         if isinstance(value, Tensor)
