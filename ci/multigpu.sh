@@ -20,7 +20,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" test
 # Starting and ending ranks does not depend on their number, so these tests run once, like the commands that
 # start their own ranks.
 step "starting and ending ranks, and the commands that do" "$VENV/bin/python" -m pytest -n auto --maxprocesses 8 \
-  tests/multigpu/alone tests/integration/judge/test_command.py tests/integration/judge/test_locate.py \
+  tests/multigpu/alone tests/integration/judge/test_command.py tests/integration/judge/locating/test_locate.py \
   ${PYTEST_ARGS:-}
 for ranks in "$@"; do
   step "$ranks ranks" env DDPOPT_NPROC="$ranks" "$VENV/bin/python" -m pytest -n auto --maxprocesses 8 \

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ddpopt.errors import DdpoptError as DdpoptError
     from ddpopt.explanation.explain import explain as explain
     from ddpopt.explanation.result import Explanation as Explanation
-    from ddpopt.judge.runner import verify as verify
+    from ddpopt.judge.trials.runner import verify as verify
     from ddpopt.judge.verdict import Verdict as Verdict
     from ddpopt.observation.observe import observe as observe
     from ddpopt.planning.plan import Plan as Plan
@@ -37,7 +37,7 @@ _HOMES = {
     "plan": "dynamo.capture",
     "replacing_ddp_optimizer": "dynamo.api",
     "train_step": "step.api",
-    "verify": "judge.runner",
+    "verify": "judge.trials.runner",
 }
 __all__ = list(_HOMES)
 

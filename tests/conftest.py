@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 @pytest.fixture(scope="session")
 def compiling_quickly() -> Iterator[None]:
     """Dynamo does without what nobody reads here, and what costs a third of the time of most tests."""
-    from ddpopt.judge.trials import gc_frozen  # heavy, and not needed to collect tests
+    from ddpopt.judge.trials.on_rank import gc_frozen  # heavy, and not needed to collect tests
 
     with gc_frozen():
         yield
@@ -24,7 +24,7 @@ def spared(compiling_quickly: None) -> None:
 
     Folders whose tests compile little have a fixture of their own by this name.
     """
-    from ddpopt.judge.trials import collect_and_freeze
+    from ddpopt.judge.trials.on_rank import collect_and_freeze
 
     collect_and_freeze()
 

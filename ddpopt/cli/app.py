@@ -13,69 +13,16 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
 
 import ddpopt
 from ddpopt.cli import options as given
-from ddpopt.errors import DdpoptError, UsageError
-from ddpopt.explanation.tables import Column, table
-from ddpopt.judge.report.files import RESULTS, require_writable, show, status_line, write_page
-
-
-class _Command(TyperCommand):
-    """A subcommand whose stdout has only its result, whatever the target prints."""
-
-    def invoke(self, ctx: Any) -> Any:
-        get = ctx.params.get
-        given.require_usable(ctx.params)
-        outputs = [(f"--{name}", get(name)) for name in ("json", "trace", "html")]
-        outputs += [("--report", file) for file in get("report") or ()]
-        outputs += [("--baseline", get("baseline"))] * bool(get("update"))
-        outputs += [("--out", get("out"))] * bool(get("case"))  # of 'ddpopt minimize'
-        require_writable(outputs)
-        RESULTS.set(sys.stdout)
-        sys.stdout = sys.stderr  # for good: a target may also print when the process ends
-        return super().invoke(ctx)
-
-
-class _Group(TyperGroup):
-    """The command, with ddpopt's errors turned into messages and exit codes."""
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return self._invoke(ctx)
-        except DdpoptError as error:
-            typer.echo(f"ddpopt: error: {error}{_raised_at(error)}", err=True)
-            raise typer.Exit(error.exit_code) from error
-        except SystemExit as error:  # raised by the target's code; it must not look like success
-            from ddpopt.cases.targets import users_line  # heavy, but already loaded at this point
-
-            ended = f"the target called sys.exit({error.code!r}){users_line(error)}; make it return instead"
-            typer.echo(f"ddpopt: error: {ended}", err=True)
-            raise typer.Exit(UsageError.exit_code) from error
-
-    def _invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except (AttributeError, ImportError):  # modules of ddpopt use private names of torch when imported
-            from ddpopt.torch_private import require_supported
-
-            require_supported()
-            raise
-
-
-def _raised_at(error: DdpoptError) -> str:
-    """The line of the user's code that an error began in, if its message does not have it."""
-    if error.__cause__ is None:
-        return ""
-    from ddpopt.cases.targets import users_line  # heavy
-
-    line = users_line(error.__cause__)
-    return "" if line in str(error) else f"\nThe last line of your code that ran:{line}"
-
+from ddpopt.cli.commands import Command, CommandGroup
+from ddpopt.terminal.files import show, write_page
+from ddpopt.terminal.status import status_line
+from ddpopt.terminal.tables import Column, table
 
 app = typer.Typer(
-    cls=_Group,
+    cls=CommandGroup,
     help="Make torch.compile and DistributedDataParallel agree on gradient buckets.",
     epilog="Exit codes: 0 right, 1 the program under test is wrong, 2 usage, 3 not judged.",
     no_args_is_help=True,
@@ -100,7 +47,7 @@ def _options(
     del version
 
 
-@app.command(cls=_Command, short_help="Show the plan, DDP's own buckets, and torch's DDPOptimizer.")
+@app.command(cls=Command, short_help="Show the plan, DDP's own buckets, and torch's DDPOptimizer.")
 def explain(
     target: given.Target,
     strategy: given.Strategy = "auto",
@@ -123,7 +70,7 @@ def explain(
     show(str(explanation), explanation.to_json(), json)
 
 
-@app.command(cls=_Command, short_help="Find what prevents overlap, and say what to do about it.")
+@app.command(cls=Command, short_help="Find what prevents overlap, and say what to do about it.")
 def doctor(  # one for each option of the command line
     target: given.Target,
     nproc: given.Nproc = given.NPROC,
@@ -152,7 +99,7 @@ def doctor(  # one for each option of the command line
     raise typer.Exit(diagnosis.exit_code)
 
 
-@app.command(cls=_Command, short_help="Find the buckets that make a training step shortest.")
+@app.command(cls=Command, short_help="Find the buckets that make a training step shortest.")
 def tune(  # noqa: PLR0913  # one for each option of the command line
     target: given.Target,
     nproc: given.Nproc = given.NPROC,
@@ -181,7 +128,7 @@ def tune(  # noqa: PLR0913  # one for each option of the command line
     )
 
 
-@app.command(cls=_Command, short_help="Measure what an all-reduce costs.")
+@app.command(cls=Command, short_help="Measure what an all-reduce costs.")
 def link(
     nproc: given.Nproc = given.NPROC,
     device: given.Device = None,
@@ -194,7 +141,7 @@ def link(
     tuning.link(nproc, device, timeout, json)
 
 
-@app.command(cls=_Command, short_help="Compare a compiled data-parallel step with eager DDP.")
+@app.command(cls=Command, short_help="Compare a compiled data-parallel step with eager DDP.")
 def verify(  # noqa: PLR0913  # one for each option of the command line
     target: given.Target,
     nproc: given.Nproc = given.NPROC,
@@ -218,7 +165,7 @@ def verify(  # noqa: PLR0913  # one for each option of the command line
     Tolerances are derived and not guessed. Whatever is wrong is named by parameter, bucket, rank and level.
     """
     from ddpopt.cli.verification import Verification
-    from ddpopt.judge.meshes import sizes_of
+    from ddpopt.judge.engines.meshes import sizes_of
 
     sizes = sizes_of(mesh)
     nproc = nproc if sizes is None else sizes[0] * sizes[1]
@@ -239,7 +186,7 @@ def verify(  # noqa: PLR0913  # one for each option of the command line
     raise typer.Exit(verification.of_target(target, given.ddp_arguments(ddp or ()), locate=locate))
 
 
-@app.command(cls=_Command, short_help="Verify every mode under every option on six small cases.")
+@app.command(cls=Command, short_help="Verify every mode under every option on six small cases.")
 def matrix(  # noqa: PLR0913  # one for each option of the command line
     nproc: given.Nproc = given.NPROC,
     backend: given.Backend = given.BACKEND,
@@ -271,7 +218,7 @@ def matrix(  # noqa: PLR0913  # one for each option of the command line
     raise typer.Exit(verification.of_matrix())
 
 
-@app.command(cls=_Command, short_help="Compare plans and runs with a baseline.")
+@app.command(cls=Command, short_help="Compare plans and runs with a baseline.")
 def gate(  # noqa: PLR0913  # one for each option of the command line
     context: typer.Context,
     baseline: given.BaselineFile,
@@ -292,7 +239,7 @@ def gate(  # noqa: PLR0913  # one for each option of the command line
     """
     from ddpopt.gate.gate import gate as compare
     from ddpopt.gate.page import page
-    from ddpopt.judge.modes import MODES
+    from ddpopt.judge.engines.modes import MODES
 
     asked: dict[str, Any] = {"nproc": nproc, "backend": backend, "steps": steps, "device": device}
     sources = {name: context.get_parameter_source(name) for name in asked}
@@ -314,7 +261,7 @@ def gate(  # noqa: PLR0913  # one for each option of the command line
     raise typer.Exit(0 if comparison.updates else comparison.exit_code)
 
 
-@app.command(cls=_Command, short_help="Draw random models, and search for one that a mode gets wrong.")
+@app.command(cls=Command, short_help="Draw random models, and search for one that a mode gets wrong.")
 def fuzz(  # noqa: PLR0913  # one for each option of the command line
     minutes: given.Minutes = None,
     examples: given.Examples = None,
@@ -339,7 +286,7 @@ def fuzz(  # noqa: PLR0913  # one for each option of the command line
     raise typer.Exit(fuzzing.fuzz(plan, minutes, examples, timeout, out, json))
 
 
-@app.command(cls=_Command, short_help="Shrink a model that fails, and write a script that shows the failure.")
+@app.command(cls=Command, short_help="Shrink a model that fails, and write a script that shows the failure.")
 def minimize(
     case: given.CaseFile,
     out: given.Script = None,
@@ -358,16 +305,16 @@ def minimize(
     raise typer.Exit(fuzzing.minimize(case, out, tries, minutes, timeout, json))
 
 
-@app.command(cls=_Command, short_help="List the modes and options that 'verify' knows.")
+@app.command(cls=Command, short_help="List the modes and options that 'verify' knows.")
 def modes() -> None:
     """List the modes and options that 'ddpopt verify' and 'ddpopt matrix' know."""
-    from ddpopt.judge.modes import engines
-    from ddpopt.judge.options import OPTIONS
+    from ddpopt.judge.engines.modes import engines
+    from ddpopt.judge.training.options import OPTIONS
 
     show(f"{_listed('mode', engines())}\n\n{_listed('option', OPTIONS)}", "", None)
 
 
-@app.command(cls=_Command, short_help="List the cases of the corpus.")
+@app.command(cls=Command, short_help="List the cases of the corpus.")
 def cases(json: given.Json = None) -> None:
     """List the cases of the corpus, each of which is a TARGET."""
     from ddpopt.cases import corpus
@@ -378,8 +325,8 @@ def cases(json: given.Json = None) -> None:
 
 def _case(target: str, ddp: list[str] | None) -> Any:
     """The case that a target names, with other arguments for DDP."""
+    from ddpopt.cases.option_cases import differing
     from ddpopt.cases.targets import resolve
-    from ddpopt.judge.option_cases import differing
 
     return differing(resolve(target), given.ddp_arguments(ddp or ()))
 

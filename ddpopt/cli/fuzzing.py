@@ -16,7 +16,8 @@ import typer
 
 from ddpopt.cli.options import chosen
 from ddpopt.errors import UsageError, VerificationError
-from ddpopt.judge.report.files import show, status_line
+from ddpopt.terminal.files import show
+from ddpopt.terminal.status import status_line
 
 if TYPE_CHECKING:
     from ddpopt.fuzz.campaign import Campaign
@@ -48,11 +49,11 @@ def planned(  # one for each option of the command line
     """
     import torch
 
+    from ddpopt.dynamo.backends import backend_of
     from ddpopt.fuzz.journal import CampaignPlan
     from ddpopt.fuzz.questions import MODES
     from ddpopt.fuzz.stream import Source, fingerprint
-    from ddpopt.judge.backends import backend_of
-    from ddpopt.judge.modes import mode as engine_of
+    from ddpopt.judge.engines.modes import mode as engine_of
     from ddpopt.testing.drawn import known_features
 
     named = (mode or ",".join(OWN)).split(",")

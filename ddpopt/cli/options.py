@@ -11,8 +11,8 @@ from typing import Annotated, Any
 import typer
 
 from ddpopt.errors import UsageError
-from ddpopt.judge import names
-from ddpopt.judge.names import full_name, named
+from ddpopt.judge.engines import names
+from ddpopt.judge.engines.names import full_name, named
 
 NAMES = "A,B,..."
 BACKEND = "aot_eager"

@@ -8,14 +8,15 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from ddpopt.dynamo.backends import backend_of
 from ddpopt.errors import UsageError
-from ddpopt.explanation.tables import MIB, Column, Noted, numbers, paragraph, table
-from ddpopt.judge.backends import backend_of
-from ddpopt.judge.names import named
-from ddpopt.judge.report.files import show, status_line, write
+from ddpopt.judge.engines.names import named
 from ddpopt.ranks.failures import RanksFailed
 from ddpopt.ranks.group import joined, under_torchrun
 from ddpopt.ranks.pool import launch
+from ddpopt.terminal.files import show, write
+from ddpopt.terminal.status import status_line
+from ddpopt.terminal.tables import MIB, Column, Noted, numbers, paragraph, table
 from ddpopt.tuning import comparing, pictures, scale
 from ddpopt.tuning.records import Link, ms
 

@@ -11,22 +11,24 @@ from typing import Any
 
 import typer
 
+from ddpopt.cases.matrix import CASES
+from ddpopt.cases.option_cases import differing
 from ddpopt.cases.targets import resolve
 from ddpopt.cli.options import chosen
-from ddpopt.judge.backends import backend_of
-from ddpopt.judge.locate import locate
-from ddpopt.judge.matrix import CASES
-from ddpopt.judge.meshes import Sizes, require_parts
-from ddpopt.judge.modes import MODES, engines
-from ddpopt.judge.names import mode_of
-from ddpopt.judge.option_cases import differing
-from ddpopt.judge.options import OPTIONS
-from ddpopt.judge.report.files import show, status_line, write_report
+from ddpopt.dynamo.backends import backend_of
+from ddpopt.judge.engines.meshes import Sizes, require_parts
+from ddpopt.judge.engines.modes import MODES, engines
+from ddpopt.judge.engines.names import mode_of
+from ddpopt.judge.locating.locate import locate
+from ddpopt.judge.report import write_report
 from ddpopt.judge.report.text import verdict_text
 from ddpopt.judge.report.wording import headline
-from ddpopt.judge.runner import OPTIONS_BY_DEFAULT, checked, is_first, verify_all, verify_and_locate
-from ddpopt.judge.trials import Request, Settings, Started
+from ddpopt.judge.training.options import OPTIONS
+from ddpopt.judge.trials.on_rank import Request, Settings, Started
+from ddpopt.judge.trials.runner import OPTIONS_BY_DEFAULT, checked, is_first, verify_all, verify_and_locate
 from ddpopt.judge.verdict import Location, Trial, Verdict
+from ddpopt.terminal.files import show
+from ddpopt.terminal.status import status_line
 
 REPRODUCTION = "ddpopt_reproduction.py"
 """File name of the script that shows the fault."""

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 
 from ddpopt.errors import VerificationError
-from ddpopt.explanation.tables import Column, mib, names, numbers, paragraph, table
 from ddpopt.observation.reducer_buckets import ObservedBucket
+from ddpopt.terminal.tables import Column, mib, names, numbers, paragraph, table
 from ddpopt.torch_private import RELEASES
 
 

@@ -20,14 +20,14 @@ from ddpopt.doctor.options import option_findings
 from ddpopt.doctor.parameters import find_unused, unused_findings
 from ddpopt.doctor.recompiles import recompile_findings
 from ddpopt.dynamo.backend import find_compiler
+from ddpopt.dynamo.backends import backend_of
 from ddpopt.errors import UsageError
 from ddpopt.explanation.explain import explain_case
 from ddpopt.explanation.rehearsal import generators_kept
 from ddpopt.explanation.result import Explanation
-from ddpopt.explanation.tables import MIB, names
-from ddpopt.judge.backends import backend_of
 from ddpopt.planning.limits import BucketConfig
 from ddpopt.ranks.group import one_rank
+from ddpopt.terminal.tables import MIB, names
 from ddpopt.torch_private import require_supported
 
 USE_DDPOPT = "Compile with ddpopt.compile(ddp) instead of torch.compile(ddp)"

@@ -17,7 +17,7 @@ import ddpopt.dynamo.api
 from ddpopt.cases.case import Case
 from ddpopt.doctor.dynamo import Notes, taking_notes
 from ddpopt.explanation.rehearsal import generators_kept
-from ddpopt.judge.judging.failing import in_words
+from ddpopt.judge.rules.failing import in_words
 from ddpopt.observation.reducer_buckets import ObservedBucket, running_buckets
 
 EAGER, TORCH, OURS = "eager DDP", "torch's DDPOptimizer", "ddpopt"

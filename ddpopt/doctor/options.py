@@ -15,7 +15,7 @@ from torch import nn
 
 from ddpopt.ddp.specs import specs_from_module
 from ddpopt.doctor.diagnosis import Advice, Weight
-from ddpopt.explanation.tables import MIB, mib
+from ddpopt.terminal.tables import MIB, mib
 
 GOOD_COUNT = 4
 """The number of buckets to suggest instead of one: of four, three quarters can leave early."""

@@ -12,8 +12,8 @@ from ddpopt.cases.case import Case
 from ddpopt.doctor.diagnosis import Advice, Unused, Weight
 from ddpopt.doctor.mode_run import undisturbed
 from ddpopt.errors import NotJudgedError
-from ddpopt.explanation.tables import names
-from ddpopt.judge.judging.failing import in_words
+from ddpopt.judge.rules.failing import in_words
+from ddpopt.terminal.tables import names
 
 
 def find_unused(case: Case, ranks: int, steps: int, tell: Callable[[str], None]) -> tuple[Unused, ...]:

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 from ddpopt.errors import UsageError
-from ddpopt.explanation.tables import MIB, Column, Noted, mib, names, numbers, paragraph, table
 from ddpopt.planning.limits import BucketConfig
 from ddpopt.planning.plan import Plan, SentTogether
 from ddpopt.planning.stored import read
+from ddpopt.terminal.tables import MIB, Column, Noted, mib, names, numbers, paragraph, table
 from ddpopt.tuning.pictures import text
 from ddpopt.tuning.records import Link, Profile
 from ddpopt.tuning.simulate import Timeline, simulate

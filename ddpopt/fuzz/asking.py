@@ -12,7 +12,7 @@ from ddpopt.fuzz.questions import STEPS, TORCH, Answer
 from ddpopt.fuzz.scripting import FIRST_BUCKET_BYTES, script_of
 from ddpopt.fuzz.workers import Worker
 from ddpopt.judge.locating.scripting import shows as shows_in_fresh_interpreter
-from ddpopt.judge.report.files import write
+from ddpopt.terminal.files import write
 
 STARTING_S = 60.0
 """Seconds for a script's interpreter to import torch; it then runs eager and the mode."""

@@ -17,7 +17,7 @@ from typing import Any
 from ddpopt.errors import UsageError
 from ddpopt.fuzz.questions import STANDALONE, WHOLE, Answer, Outcome, Setting, Task
 from ddpopt.fuzz.signatures import FailureSignature
-from ddpopt.judge.modes import mode
+from ddpopt.judge.engines.modes import mode
 from ddpopt.testing.drawn import DrawnModel, step
 
 VERSION = 1
@@ -29,7 +29,7 @@ class FoundCase:
 
     Attributes:
         model: the model.
-        mode: name of the mode, as for `ddpopt.judge.modes.mode`.
+        mode: name of the mode, as for `ddpopt.judge.engines.modes.mode`.
         setting: how it was run.
         signature: signature of the failure.
         kind: whether the mode is wrong, or the backend.

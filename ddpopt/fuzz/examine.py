@@ -15,14 +15,15 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from ddpopt.dynamo.backends import backend_of
 from ddpopt.fuzz.questions import WHOLE, Answer, Outcome, Setting, Task
 from ddpopt.fuzz.signatures import ROUNDING, of_error, of_finding, signature_of
-from ddpopt.judge.backends import backend_of
-from ddpopt.judge.judge import EXACT, judge
-from ddpopt.judge.judging.failing import in_words
-from ddpopt.judge.judging.reference import Bench, Reference, Subject
-from ddpopt.judge.modes import mode
-from ddpopt.judge.options import option
+from ddpopt.judge.engines.modes import mode
+from ddpopt.judge.rules.bench import Bench, Subject
+from ddpopt.judge.rules.failing import in_words
+from ddpopt.judge.rules.reference import Reference
+from ddpopt.judge.training.options import option
+from ddpopt.judge.trials.judge import EXACT, judge
 from ddpopt.judge.verdict import Finding, Status, Trial
 from ddpopt.ranks.group import Ranks
 from ddpopt.testing.drawn import Program

@@ -15,7 +15,7 @@ from ddpopt.errors import NotJudgedError, UsageError, VerificationError
 from ddpopt.fuzz.cases import write_whole
 from ddpopt.fuzz.questions import WHOLE, Answer, Outcome
 from ddpopt.fuzz.signatures import FailureSignature
-from ddpopt.judge.report.files import write
+from ddpopt.terminal.files import write
 
 MOST_UNJUDGED = {Outcome.REFUSED: 0.5, Outcome.EAGER: 0.05, Outcome.BROKEN: 0.05}
 """The largest share of models that a campaign may leave unjudged, by the reason.

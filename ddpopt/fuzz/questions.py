@@ -57,7 +57,7 @@ class Task:
     Attributes:
         source: the text of the model's module.
         cap_bytes: its bucket cap.
-        modes: names of modes, as for `ddpopt.judge.modes.mode`.
+        modes: names of modes, as for `ddpopt.judge.engines.modes.mode`.
         setting: how it is run.
         training: name of the verification option under which it is trained.
     """

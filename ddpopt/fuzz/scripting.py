@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from ddpopt.fuzz.cases import FoundCase, write_whole
-from ddpopt.judge.judge import EXACT
-from ddpopt.judge.judging.arithmetic import CREDIBLE, centered_factor, tail_factor
-from ddpopt.judge.judging.rounding import SAMPLES
 from ddpopt.judge.locating.scripting import REACHED, command_of, rendered
-from ddpopt.judge.updating import LEARNING_RATE
+from ddpopt.judge.rules.arithmetic import CREDIBLE, centered_factor, tail_factor
+from ddpopt.judge.rules.rounding import SAMPLES
+from ddpopt.judge.training.updating import LEARNING_RATE
+from ddpopt.judge.trials.judge import EXACT
 
 FIRST_BUCKET_BYTES = 2**20
 """DDP's default; torch's optimizer takes no smaller cap."""
@@ -116,7 +116,7 @@ def _imports(symptom: str, alone: bool, samples: bool, ranks: int) -> list[str]:
             "import torch.distributed as dist",
             "from dataclasses import replace",
             "from ddpopt.cases.case import Case",
-            "from ddpopt.judge.runner import verify_here",
+            "from ddpopt.judge.trials.runner import verify_here",
         ]
     found += ["import traceback"] if symptom == "run" else []
     found += ["from torch.utils._pytree import tree_map"] if samples else []

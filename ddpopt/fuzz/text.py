@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator
 
-from ddpopt.explanation.tables import Column, Noted, numbers, paragraph, table
 from ddpopt.fuzz.cases import FoundCase
 from ddpopt.fuzz.journal import Summary
 from ddpopt.fuzz.minimize import Minimized
 from ddpopt.judge.report.wording import count_of
+from ddpopt.terminal.tables import Column, Noted, numbers, paragraph, table
 
 
 def fuzz_lines(summary: Summary, cases: str, known_features: frozenset[str]) -> Iterator[str]:

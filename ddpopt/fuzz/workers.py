@@ -92,7 +92,7 @@ def answer_tasks(process: RankProcess) -> None:
     """
     import torch
 
-    from ddpopt.judge.trials import gc_frozen
+    from ddpopt.judge.trials.on_rank import gc_frozen
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -103,7 +103,7 @@ def answer_tasks(process: RankProcess) -> None:
 def answers_of(ranks: Ranks, task: Task, limit_s: float) -> list[Answer]:
     """Answer a task, with a limit on each mode; runs on each rank."""
     from ddpopt.fuzz.examine import examine
-    from ddpopt.judge.trials import collect_and_freeze
+    from ddpopt.judge.trials.on_rank import collect_and_freeze
 
     collect_and_freeze()
     with contextlib.ExitStack() as limit:

@@ -14,7 +14,7 @@ from typing import Any
 
 from ddpopt.cases.corpus import cases
 from ddpopt.errors import UsageError
-from ddpopt.judge.report import files
+from ddpopt.terminal import files
 
 FORMAT = 2
 KEY = "ddpopt_gate"

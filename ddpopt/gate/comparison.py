@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from ddpopt.errors import NotJudgedError, VerificationError
-from ddpopt.explanation.tables import names, paragraph
 from ddpopt.gate.baseline import Figures
 from ddpopt.judge.report.wording import count_of
 from ddpopt.judge.verdict import Finding, Status, Trial, Verdict
+from ddpopt.terminal.tables import names, paragraph
 
 ABSENT = None
 INTENDED = "If this is intended, update the baseline, so that a reviewer sees the change:"

@@ -22,19 +22,20 @@ from ddpopt.cases.case import Case, step_seed
 from ddpopt.dynamo.backend import find_compiler
 from ddpopt.dynamo.capture import capture
 from ddpopt.errors import UsageError
-from ddpopt.explanation.tables import mib
 from ddpopt.gate.baseline import Figure, Measuring
 from ddpopt.gate.overlap import measure, ratio_to_eager
-from ddpopt.judge.engine import Engine
-from ddpopt.judge.judge import EXACT, judge
-from ddpopt.judge.judging.failing import in_words
-from ddpopt.judge.judging.record import Record
-from ddpopt.judge.judging.reference import Bench, Reference, Subject
-from ddpopt.judge.modes import mode
-from ddpopt.judge.options import option
-from ddpopt.judge.trainer import Trainer
+from ddpopt.judge.engines.engine import Engine
+from ddpopt.judge.engines.modes import mode
+from ddpopt.judge.rules.bench import Bench, Subject
+from ddpopt.judge.rules.failing import in_words
+from ddpopt.judge.rules.reference import Reference
+from ddpopt.judge.training.options import option
+from ddpopt.judge.training.record import Record
+from ddpopt.judge.training.trainer import Trainer
+from ddpopt.judge.trials.judge import EXACT, judge
 from ddpopt.judge.verdict import Status, Trial
 from ddpopt.ranks.group import Ranks, new_group
+from ddpopt.terminal.tables import mib
 
 COLLECTIVE_LIMIT_S = 60.0
 DIGITS = 3

@@ -14,14 +14,14 @@ from ddpopt.cases.case import Case
 from ddpopt.cases.targets import resolve
 from ddpopt.doctor.breaks import break_findings
 from ddpopt.doctor.dynamo import taking_notes, without_logs_of_torch
+from ddpopt.dynamo.backends import backend_of
 from ddpopt.errors import UsageError
 from ddpopt.gate.baseline import Baseline, Figures, Measuring, named, read, release_of, write
 from ddpopt.gate.comparison import Comparison, changes
 from ddpopt.gate.figures import case_figures, failures
-from ddpopt.judge.backends import backend_of
-from ddpopt.judge.modes import mode
-from ddpopt.judge.runner import checked
-from ddpopt.judge.trials import Settings, collect_and_freeze, gc_frozen
+from ddpopt.judge.engines.modes import mode
+from ddpopt.judge.trials.on_rank import Settings, collect_and_freeze, gc_frozen
+from ddpopt.judge.trials.runner import checked
 from ddpopt.ranks.group import Ranks
 from ddpopt.ranks.pool import launch
 

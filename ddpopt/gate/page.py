@@ -9,8 +9,8 @@ from importlib import resources
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from ddpopt.gate.comparison import Comparison
-from ddpopt.judge.report.files import SIGNS
 from ddpopt.judge.report.junit import junit_xml
+from ddpopt.terminal.files import SIGNS
 
 AT_MOST = 200
 """Rows of a table in Markdown; the JSON has all of them."""

@@ -1,6 +1,14 @@
 """Judge whether a way of running a data-parallel step computes what eager DDP computes.
 
-In: a case, a mode, options and ranks. Out: a `Verdict` with findings, based on derived tolerances. Steps run
-on `ranks` and are recorded by `observation`; to locate a fault, graphs are cut by `split`. Invariant: nothing
-that was not judged is called right.
+In: a case, a mode, options and ranks. Out: a `Verdict` with findings, based on derived tolerances. Six rooms,
+each of which imports only those before it:
+
+- `engines`: the ways to run a data-parallel step;
+- `training`: trains a few steps under an option, and records everything that a script can see;
+- `rules`: eager's side, and the rules and bounds by which a record is judged;
+- `trials`: judges one mode after the other, on ranks that it starts;
+- `locating`: finds where a wrong trial goes wrong, and writes a script that shows it.
+
+`report` shows verdicts, and reads nothing else. All may import `compare` and `verdict`, which import none of
+them. Invariant: nothing that was not judged is called right.
 """

@@ -1,7 +1,7 @@
 r"""The numeric levels of the ladder: how far a gradient may be from its reference.
 
 L0 judges equality, L1 a sum over ranks. L2, the arithmetic of compiled code, is in
-`ddpopt.judge.judging.arithmetic`; L3, the structure, in `ddpopt.judge.judging.structure`. Everything here
+`ddpopt.judge.rules.arithmetic`; L3, the structure, in `ddpopt.judge.rules.structure`. Everything here
 is a pure function of tensors; differences are computed in float64.
 
 Invariant: no bound exceeds the error that rounding can cause in the given values, so a gradient of zeros, or

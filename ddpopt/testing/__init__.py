@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ddpopt.cases.case import mean_square as mean_square
     from ddpopt.cases.case import step_seed as step_seed
     from ddpopt.cases.targets import resolve as resolve
-    from ddpopt.judge.engine import Engine as Engine
+    from ddpopt.judge.engines.engine import Engine as Engine
     from ddpopt.ranks.group import Ranks as Ranks
     from ddpopt.testing.equality import DdpNotEqualError as DdpNotEqualError
     from ddpopt.testing.equality import assert_ddp_equal as assert_ddp_equal
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _HOMES = {
     **dict.fromkeys(("Case", "mean_square", "step_seed"), "cases.case"),
     **dict.fromkeys(("DdpNotEqualError", "assert_ddp_equal"), "testing.equality"),
-    "Engine": "judge.engine",
+    "Engine": "judge.engines.engine",
     "Ranks": "ranks.group",
     "resolve": "cases.targets",
 }

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from ddpopt.cases.case import Call, Case, mean_square
 from ddpopt.errors import UsageError, VerificationError
-from ddpopt.judge.engine import Engine
+from ddpopt.judge.engines.engine import Engine
 from ddpopt.ranks.group import one_rank
 
 
@@ -50,7 +50,8 @@ def assert_ddp_equal(  # noqa: PLR0913  # every part of a data-parallel step
         loss: maps the model's output to a scalar; by default the mean of squares of all outputs.
         strategy: ddpopt's strategy: ``"split"``, ``"inline"`` or ``"auto"``.
         backend: the Dynamo backend: a name, or a callable ``(gm, example_inputs)``.
-        mode: another way to run a data-parallel step: its name in ``ddpopt.judge.modes``, or an `Engine`.
+        mode: another way to run a data-parallel step: its name in ``ddpopt.judge.engines.modes``, or an
+            `Engine`.
         ddp_kwargs: arguments for ``DistributedDataParallel``.
         steps: the number of training steps; DDP's buckets are final by the third.
 
@@ -67,7 +68,7 @@ def assert_ddp_equal(  # noqa: PLR0913  # every part of a data-parallel step
         )
     with warnings.catch_warnings():  # from torch, importing Inductor; a user may turn warnings into errors
         warnings.simplefilter("ignore")
-        from ddpopt.judge.runner import verify_here  # heavy, as is Inductor: not at the top
+        from ddpopt.judge.trials.runner import verify_here  # heavy, as is Inductor: not at the top
     with one_rank(), _trace_not_captured():
         calls = [_call(inputs, kwargs, step) for step in range(steps)]
         case = _case(model, calls, loss or mean_square, ddp_kwargs or {})

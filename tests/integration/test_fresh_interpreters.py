@@ -55,7 +55,9 @@ def test_a_result_that_stdout_does_not_take_is_written_and_the_reason_told(tmp_p
 
 
 def test_only_a_step_in_one_graph_needs_the_private_names_that_older_releases_lack() -> None:
-    code = "import sys, ddpopt.judge.runner; from ddpopt import observe, train_step; print(*sys.modules)"
+    code = (
+        "import sys, ddpopt.judge.trials.runner; from ddpopt import observe, train_step; print(*sys.modules)"
+    )
     loaded = python("-c", code).stdout.split()
     assert "ddpopt.step.api" in loaded
     assert not {"ddpopt.step.tracing", "ddpopt.step.train"} & {*loaded}

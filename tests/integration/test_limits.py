@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ddpopt
 from ddpopt.dynamo.backend import _say_once
 from ddpopt.errors import UnsupportedError
-from ddpopt.judge.engine import skip_frames_of_ddp
+from ddpopt.judge.engines.engine import skip_frames_of_ddp
 from ddpopt.ranks.group import Ranks
 
 ROOT = Path(__file__).parents[2]

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from ddpopt.cases.case import Case
-from ddpopt.judge.engine import Engine
-from ddpopt.judge.judge import judge
-from ddpopt.judge.judging.reference import Bench, Reference, Subject
-from ddpopt.judge.modes import mode
-from ddpopt.judge.options import option
-from ddpopt.judge.trials import STEPS
+from ddpopt.judge.engines.engine import Engine
+from ddpopt.judge.engines.modes import mode
+from ddpopt.judge.rules.bench import Bench, Subject
+from ddpopt.judge.rules.reference import Reference
+from ddpopt.judge.training.options import option
+from ddpopt.judge.trials.judge import judge
+from ddpopt.judge.trials.on_rank import STEPS
 from ddpopt.judge.verdict import Status
 from ddpopt.ranks.group import Ranks
 from tests.selftest import backend_cells

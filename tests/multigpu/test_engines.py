@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from ddpopt.cases.case import Case
-from ddpopt.judge.matrix import CASES
-from ddpopt.judge.modes import MODES
-from ddpopt.judge.trials import Request, Settings, run_trials
+from ddpopt.cases.matrix import CASES
+from ddpopt.judge.engines.modes import MODES
+from ddpopt.judge.trials.on_rank import Request, Settings, run_trials
 from ddpopt.judge.verdict import Status, Trial
 from ddpopt.ranks.group import joined
 from ddpopt.testing import Engine

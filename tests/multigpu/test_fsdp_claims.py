@@ -11,11 +11,11 @@ from torch.distributed._composable.replicate import replicate
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.fx import GraphModule
 
+from ddpopt.cases.matrix import BATCH, WIDTH, Plain
 from ddpopt.errors import UnsupportedError
-from ddpopt.judge.engine import Engine
-from ddpopt.judge.matrix import BATCH, WIDTH, Plain
-from ddpopt.judge.modes import mode
-from ddpopt.judge.sharded import FullyShardedDataParallel1, mesh_of
+from ddpopt.judge.engines.engine import Engine
+from ddpopt.judge.engines.modes import mode
+from ddpopt.judge.engines.sharded import FullyShardedDataParallel1, mesh_of
 
 BLOCKS, STEPS = 2, 3
 

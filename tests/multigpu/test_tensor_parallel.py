@@ -16,7 +16,7 @@ from ddpopt.cases import corpus
 from ddpopt.cases.case import Case
 from ddpopt.cases.corpus.draws import rows_case
 from ddpopt.ddp.impose import imposed_plan
-from ddpopt.judge.trials import Request, Settings, run_trials
+from ddpopt.judge.trials.on_rank import Request, Settings, run_trials
 from ddpopt.judge.verdict import Status
 from ddpopt.planning.plan import Strategy
 from ddpopt.ranks.group import Ranks, joined

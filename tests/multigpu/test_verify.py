@@ -13,15 +13,17 @@ from ddpopt.cases import corpus
 from ddpopt.cases.case import Case
 from ddpopt.cases.corpus.ddp_rows import Linears
 from ddpopt.cases.corpus.draws import rows_case
-from ddpopt.judge.judge import judge
-from ddpopt.judge.judging.ladder import GIVEN_UP
-from ddpopt.judge.judging.reference import Bench, Reference, Subject
-from ddpopt.judge.matrix import CASES
-from ddpopt.judge.modes import mode
-from ddpopt.judge.option_cases import CAPS
-from ddpopt.judge.options import OPTIONS, option
-from ddpopt.judge.trainer import Option, Trainer
-from ddpopt.judge.trials import STEPS, Request, Settings, run_trials
+from ddpopt.cases.matrix import CASES
+from ddpopt.cases.option_cases import CAPS
+from ddpopt.judge.engines.modes import mode
+from ddpopt.judge.rules.bench import Bench, Subject
+from ddpopt.judge.rules.ladder import GIVEN_UP
+from ddpopt.judge.rules.reference import Reference
+from ddpopt.judge.training.options import OPTIONS, option
+from ddpopt.judge.training.trainer import Option, Trainer
+from ddpopt.judge.trials.judge import judge
+from ddpopt.judge.trials.on_rank import STEPS, Request, Settings, run_trials
+from ddpopt.judge.trials.resuming import resume
 from ddpopt.judge.verdict import Status, Trial
 from ddpopt.ranks.group import joined
 from tests.multigpu.turns import at_night, in_turn, number_of_ranks
@@ -58,7 +60,7 @@ def eager(case: Case, under: str = "default", steps: int = STEPS, **limits: Any)
     """Eager DDP's run, without the evaluation after it."""
     with joined() as ranks:
         subject = Subject(case, option(under), steps, ranks.device, evaluates=False)
-        with contextlib.closing(Bench(subject, ranks, **limits)) as bench:
+        with contextlib.closing(Bench(subject, ranks, resume=resume, **limits)) as bench:
             reference = Reference.make(bench)
             assert reference is not None, bench.failures
             yield reference

@@ -12,8 +12,8 @@ from torch.utils import _pytree as pytree
 
 import ddpopt
 from ddpopt.cases.case import step_seed
-from ddpopt.judge.judging.arithmetic import arithmetic, arithmetic_of
-from ddpopt.judge.judging.rounding import neighbor, perturbed_state
+from ddpopt.judge.rules.arithmetic import arithmetic, arithmetic_of
+from ddpopt.judge.rules.rounding import neighbor, perturbed_state
 from ddpopt.testing.drawn import DrawnModel
 
 MARKS = [

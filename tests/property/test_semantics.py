@@ -11,8 +11,8 @@ from hypothesis import event, example, given
 import ddpopt
 from ddpopt.fuzz.cases import read_model
 from ddpopt.fuzz.questions import Answer, Outcome, Setting
-from ddpopt.judge.engine import Engine
-from ddpopt.judge.judging.reference import Bench
+from ddpopt.judge.engines.engine import Engine
+from ddpopt.judge.rules.bench import Bench
 from ddpopt.planning.plan import Plan
 from ddpopt.ranks.group import Ranks
 from ddpopt.testing.drawn import DrawnModel, step

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch._dynamo.utils import counters
 
-from ddpopt.judge.judging.rounding import SAMPLES
+from ddpopt.judge.rules.rounding import SAMPLES
 from ddpopt.testing.drawn import DrawnModel, known_features, step
 from ddpopt.testing.strategies import models
 from tests.profiles import share

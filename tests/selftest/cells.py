@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ddpopt.cases.case import Case
-from ddpopt.judge.engine import Engine
+from ddpopt.judge.engines.engine import Engine
 
 WIDTH = 6
 

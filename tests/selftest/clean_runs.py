@@ -13,7 +13,7 @@ import torch
 from torch._dynamo.backends.registry import lookup_backend
 
 from ddpopt.cases import corpus
-from ddpopt.judge.trials import Request
+from ddpopt.judge.trials.on_rank import Request
 
 CleanRuns = Mapping[str, Sequence[Request]]
 """What to verify, by backend: ``"aot_eager"``, ``"rounding"`` or ``"inductor"``."""

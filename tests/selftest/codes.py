@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddpopt.judge.option_steps import accumulated_hooks
-from ddpopt.judge.trainer import Trainer
+from ddpopt.judge.training.option_steps import accumulated_hooks
+from ddpopt.judge.training.trainer import Trainer
 from tests.selftest.sites import Site, Tamper, after_backward, first, weight
 
 Change = Callable[[Tensor], Tensor]

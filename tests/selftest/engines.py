@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt.judge.sharded import FullyShard, FullyShardedDataParallel1, mesh_of
+from ddpopt.judge.engines.sharded import FullyShard, FullyShardedDataParallel1, mesh_of
 from ddpopt.testing import Engine
 
 HEAD = """\

@@ -12,7 +12,7 @@ from ddpopt.ddp.impose import impose
 from ddpopt.ddp.specs import specs_from_ddp
 from ddpopt.dynamo import backend
 from ddpopt.dynamo.model_graphs import ModelGraphs
-from ddpopt.judge.trainer import Trainer
+from ddpopt.judge.training.trainer import Trainer
 from ddpopt.planning.plan import Plan
 from tests.multigpu.models import plan_of
 from tests.selftest.sites import Inject, NotInjected, Site, every_rank

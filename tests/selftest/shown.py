@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpopt.cases.case import Call, Case, mean_square, step_seed
-from ddpopt.judge.trainer import Trainer
+from ddpopt.judge.training.trainer import Trainer
 from tests.selftest.codes import Change
 from tests.selftest.sites import Site, Tamper, after_backward
 

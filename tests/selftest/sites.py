@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ddpopt.judge.trainer import Trainer
+from ddpopt.judge.training.trainer import Trainer
 
 Item = TypeVar("Item")
 

@@ -12,13 +12,15 @@ from functools import partial
 from typing import Any
 
 from ddpopt.cases import corpus
-from ddpopt.judge.judge import judge
-from ddpopt.judge.judging.failing import Failure
-from ddpopt.judge.judging.reference import COLLECTIVE_LIMIT_S, Bench, Reference, Subject
-from ddpopt.judge.matrix import CASES
-from ddpopt.judge.modes import mode
-from ddpopt.judge.options import option
-from ddpopt.judge.trials import STEPS
+from ddpopt.cases.matrix import CASES
+from ddpopt.judge.engines.modes import mode
+from ddpopt.judge.rules.bench import COLLECTIVE_LIMIT_S, Bench, Subject
+from ddpopt.judge.rules.failing import Failure
+from ddpopt.judge.rules.reference import Reference
+from ddpopt.judge.training.options import option
+from ddpopt.judge.trials.judge import judge
+from ddpopt.judge.trials.on_rank import STEPS
+from ddpopt.judge.trials.resuming import resume
 from ddpopt.judge.verdict import Status, Trial
 from ddpopt.ranks.group import Ranks
 from tests.selftest.clean_runs import rounding
@@ -97,7 +99,7 @@ def unbroken(ranks: Ranks, case_name: str, option_name: str) -> Iterator[Referen
     case = case or corpus.case(case_name)
     # evaluation compiles a model twice more, and one case alone has faults that show in it
     subject = Subject(case, option(option_name), STEPS, ranks.device, evaluates=case_name == "shown")
-    bench = Bench(subject, ranks, COLLECTIVE_LIMIT_S)
+    bench = Bench(subject, ranks, COLLECTIVE_LIMIT_S, resume)
     try:
         reference = Reference.make(bench)
         if reference is None:

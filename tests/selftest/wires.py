@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from ddpopt.judge.trainer import Trainer
+from ddpopt.judge.training.trainer import Trainer
 from tests.multigpu.models import completed
 from tests.selftest import codes as code
 from tests.selftest.sites import Site, Tamper, after_backward, weight

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddpopt.judge.options import OPTIONS
+from ddpopt.judge.training.options import OPTIONS
 from ddpopt.testing.drawn import DrawnModel, known_features, step
 from ddpopt.testing.drawn.forms import CHOICES
 from tests.refusals import refusal

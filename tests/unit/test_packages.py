@@ -14,11 +14,17 @@ import ddpopt
 
 ROOT = Path(ddpopt.__file__).parent
 PAGE = ROOT.parent / "docs" / "architecture.md"
+TEXT = PAGE.read_text(encoding="utf-8")
 LISTED = {
-    name: set(others.split(", "))
-    for name, others in re.findall(r"^(\w+) → ([\w, ]+)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    name: set(others.split(", ")) for name, others in re.findall(r"^(\w+) → ([\w, ]+)$", TEXT, re.MULTILINE)
 }
-LOWEST: tuple[str, ...] = ("graph", "ranks", "cases", "torch_private")
+LOWEST: tuple[str, ...] = ("graph", "ranks", "cases", "terminal", "torch_private")
+ROOMS = {
+    name: set(others.split(", ")) - {""}
+    for name, others in re.findall(r"^judge\.(\w+) →(?: (.*))?$", TEXT, re.MULTILINE)
+}
+LEAVES = ("compare", "verdict")
+"""Modules of the judge that all its rooms may import."""
 IMPORTS: dict[str, set[str]] = {**{name: set() for name in LOWEST}, "__main__": {"cli"}, **LISTED}
 """For each package those that it imports; all may import `ddpopt.errors` and `ddpopt.torch_private`."""
 
@@ -67,6 +73,23 @@ def test_packages_form_layers_and_the_picture_has_each_arrow_that_no_longer_way_
     needless = {(a, c) for a, names in LISTED.items() for b in names for c in reached[b]}
     drawn = re.findall(r'data-imports="(\w+) (\w+)"', (PAGE.parent / "diagrams/packages.svg").read_text())
     assert sorted(drawn) == sorted({(a, b) for a, names in LISTED.items() for b in names} - needless)
+
+
+def room(name: str) -> str:
+    """The room of the judge that a module is in, or the leaf that it is; empty for the judge itself."""
+    return name.split(".")[2] if name.count(".") > 1 and package(name) == "judge" else ""
+
+
+def test_rooms_of_the_judge_import_those_that_the_page_lists_and_no_others() -> None:
+    edges = {(room(a), room(b)) for a, tree in TREES.items() for b in imports(tree) if room(a) and room(b)}
+    between = {(a, b) for a, b in edges if a != b and b not in LEAVES}
+    assert between == {(a, b) for a, others in ROOMS.items() for b in others}
+    assert {room(name) for name in MODULES} - {""} == {*ROOMS, *LEAVES}
+
+
+def test_only_trials_start_ranks_for_the_judge() -> None:
+    starts = {name for name, tree in TREES.items() if "ddpopt.ranks.pool" in imports(tree)}
+    assert {room(name) for name in starts if package(name) == "judge"} == {"trials"}
 
 
 @pytest.mark.parametrize("name", sorted(IMPORTS))

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from ddpopt.judge import modes
+from ddpopt.judge.engines import modes
 from ddpopt.judge.verdict import Finding, Location, Measured, Rung, SeenBucket, Status, Trial, Verdict
 
 ENVIRONMENT = {"torch": "2.13.0", "ddpopt": "0.1.0", "python": "3.11.2", "device": "cpu", "platform": "Linux"}

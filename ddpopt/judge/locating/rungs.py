@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from ddpopt.cases.case import Case
+from ddpopt.cases.option_cases import differing, in_dtype
 from ddpopt.cases.targets import resolve
+from ddpopt.judge.engines.modes import LOCAL, mode
 from ddpopt.judge.locating.pieces import EVERYTHING
-from ddpopt.judge.modes import LOCAL, mode
-from ddpopt.judge.option_cases import differing, in_dtype
 from ddpopt.judge.verdict import Rung, Status, Trial
 from ddpopt.ranks.failures import RankFailure
 

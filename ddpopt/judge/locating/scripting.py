@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from ddpopt.judge.engines.modes import LOCAL
 from ddpopt.judge.locating.rungs import Known, Question, Stage, Symptom
-from ddpopt.judge.modes import LOCAL
 from ddpopt.ranks.environment import environment_of_no_rank
 
 APPEARS = "the difference appears"

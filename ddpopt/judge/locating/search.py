@@ -16,14 +16,16 @@ from dataclasses import replace
 from typing import Any
 
 from ddpopt.dynamo.backend import find_compiler
-from ddpopt.judge.backends import backend_of
-from ddpopt.judge.judge import judge
-from ddpopt.judge.judging.reference import Bench, Reference, Subject
+from ddpopt.dynamo.backends import backend_of
+from ddpopt.judge.engines.modes import LOCAL, mode
 from ddpopt.judge.locating.pieces import NOTHING, ChosenPieces
 from ddpopt.judge.locating.rungs import Known, Question, Stage, Symptom, Try, rung_of, symptom_of
-from ddpopt.judge.modes import LOCAL, mode
-from ddpopt.judge.options import option
-from ddpopt.judge.trials import Settings, gc_frozen
+from ddpopt.judge.rules.bench import Bench, Subject
+from ddpopt.judge.rules.reference import Reference
+from ddpopt.judge.training.options import option
+from ddpopt.judge.trials.judge import judge
+from ddpopt.judge.trials.on_rank import Settings, gc_frozen
+from ddpopt.judge.trials.resuming import resume
 from ddpopt.judge.verdict import Trial
 from ddpopt.ranks.group import Ranks
 
@@ -45,7 +47,7 @@ def search(ranks: Ranks, question: Question, stages: Sequence[Stage], seconds: f
     until = time.monotonic() + seconds
     asked, case = option(question.option), question.case_on(ranks.size)
     subject = Subject(case, asked, question.steps, ranks.device, evaluates=question.evaluates)
-    with gc_frozen(), closing(Bench(subject, ranks, Settings().collective_limit_s)) as bench:
+    with gc_frozen(), closing(Bench(subject, ranks, Settings().collective_limit_s, resume)) as bench:
         reference = Reference.make(bench)
         if reference is None:
             known.notes.append(f"eager DDP itself fails on {ranks.size} rank(s)")

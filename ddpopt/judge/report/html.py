@@ -6,10 +6,10 @@ page loads nothing, so that a verdict on an untrusted model can be opened safely
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from ddpopt.explanation.tables import mib
 from ddpopt.judge.report import wording
 from ddpopt.judge.report.matrix import overview
 from ddpopt.judge.verdict import SeenBucket, Status, Trial, Verdict
+from ddpopt.terminal.tables import mib
 
 DETAILED = 24
 """Trials shown with their buckets and errors; the wrong ones first."""

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import itemgetter
 
-from ddpopt.explanation.tables import Column, numbers, paragraph, table
 from ddpopt.judge.verdict import Finding, Status, Trial, Verdict
+from ddpopt.terminal.tables import Column, numbers, paragraph, table
 
 LETTERS = {Status.WRONG: "W", Status.BROKEN: "B", Status.REFUSED: "r", Status.NOT_POSSIBLE: "n"}
 """The first letter of a mark, in the order in which reasons are listed."""

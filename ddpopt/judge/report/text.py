@@ -6,10 +6,10 @@ the last line is the verdict, and nothing wrong goes unmentioned: omitted findin
 
 from collections.abc import Iterator, Sequence
 
-from ddpopt.explanation.tables import Column, Noted, mib, names, numbers, paragraph, table
 from ddpopt.judge.report.matrix import Reason, matrix_text, overview
 from ddpopt.judge.report.wording import count_of, headline, level_name, number, outcome, sentence, worst_first
 from ddpopt.judge.verdict import Location, Measured, Trial, Verdict
+from ddpopt.terminal.tables import Column, Noted, mib, names, numbers, paragraph, table
 
 AT_MOST = 8
 """Number of findings shown for one reason, and of notes."""

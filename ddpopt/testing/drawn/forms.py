@@ -29,7 +29,7 @@ CHOICES: Mapping[str, Mapping[str, Feature]] = {
 
 How forward receives its inputs; how it returns several outputs; whether the input gets a gradient, and a hook
 that changes it; the loss of each returned tensor, one of whose choices is a given gradient that is used
-again; and the option of `ddpopt.judge.options` under which a model is trained.
+again; and the option of `ddpopt.judge.training.options` under which a model is trained.
 """
 _BROUGHT = (feature for choices in CHOICES.values() for feature in choices.values() if feature)
 FORMS = frozenset({"dynamic-batch", "several-outputs", *_BROUGHT})

@@ -26,20 +26,20 @@ exec(compile("def fails(*_, **__): raise KeyError('this stage is broken')", FILE
 
 
 PLACES = {
-    "engine": "ddpopt.judge.engine.Engine.gradients",
-    "engine's state": "ddpopt.judge.engine.Engine.state",
-    "trainer": "ddpopt.judge.training._one_step",
-    "evaluation": "ddpopt.judge.training.evaluate",
-    "sight": "ddpopt.judge.visible.Sight.after_step",
-    "record": "ddpopt.judge.training.RecordedStep",
+    "engine": "ddpopt.judge.engines.engine.Engine.gradients",
+    "engine's state": "ddpopt.judge.engines.engine.Engine.state",
+    "trainer": "ddpopt.judge.training.train._one_step",
+    "evaluation": "ddpopt.judge.training.train.evaluate",
+    "sight": "ddpopt.judge.training.visible.Sight.after_step",
+    "record": "ddpopt.judge.training.train.RecordedStep",
     "observation": "ddpopt.observation.observe.Observation.__exit__",
-    "reference": "ddpopt.judge.judging.reference.Reference.__init__",
-    "peers": "ddpopt.judge.judging.reference.peer_of",
-    "ladder": "ddpopt.judge.judging.ladder.Ladder.climb",
-    "structure": "ddpopt.judge.judge.structure",
-    "collectives": "ddpopt.judge.judging.collectives._bucketless",
+    "reference": "ddpopt.judge.rules.reference.Reference.__init__",
+    "peers": "ddpopt.judge.rules.reference.peer_of",
+    "ladder": "ddpopt.judge.rules.ladder.Ladder.climb",
+    "structure": "ddpopt.judge.trials.judge.structure",
+    "collectives": "ddpopt.judge.rules.collectives._bucketless",
     "report": "ddpopt.judge.report.text._title",
-    "rank's trial": "ddpopt.judge.trials.Bench",
+    "rank's trial": "ddpopt.judge.trials.on_rank.Bench",
     "rank exit": "ddpopt.ranks.group.dist.destroy_process_group",
 }
 if STAGE in PLACES and (IS_RANK or STAGE == "report"):
@@ -47,7 +47,7 @@ if STAGE in PLACES and (IS_RANK or STAGE == "report"):
 if STAGE == "rank start" and IS_RANK:
     fails()
 if STAGE == "rank death" and IS_RANK:
-    patch("ddpopt.judge.judging.ladder.Ladder.climb", lambda *_: os._exit(7)).start()
+    patch("ddpopt.judge.rules.ladder.Ladder.climb", lambda *_: os._exit(7)).start()
 
 
 def make():

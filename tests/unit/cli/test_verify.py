@@ -7,13 +7,13 @@ from unittest.mock import Mock
 
 import pytest
 
+from ddpopt.cases.matrix import CASES
 from ddpopt.cli import verification
 from ddpopt.errors import InfrastructureError
-from ddpopt.judge.matrix import CASES
-from ddpopt.judge.modes import MODES
-from ddpopt.judge.options import OPTIONS
-from ddpopt.judge.runner import is_first
-from ddpopt.judge.trials import Request, Settings
+from ddpopt.judge.engines.modes import MODES
+from ddpopt.judge.training.options import OPTIONS
+from ddpopt.judge.trials.on_rank import Request, Settings
+from ddpopt.judge.trials.runner import is_first
 from ddpopt.judge.verdict import Location, Verdict
 from tests.commands import run, run_where_no_file_can_be_written
 from tests.unit.verdicts import verdict, wrong_trial

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from ddpopt.errors import CertificateError, PlanMismatchError, UsageError
-from ddpopt.judge.judging.failing import Failure, failure_of
+from ddpopt.judge.rules.failing import Failure, failure_of
 from ddpopt.judge.verdict import Finding, Status, Trial
 from tests.selftest.faults import DEADLY, FAULTS, Fault
 from tests.selftest.sites import NotInjected

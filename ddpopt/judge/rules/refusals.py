@@ -1,0 +1,116 @@
+"""All that a trial may be refused for, each with the page that documents it and the test that shows it.
+
+Only ddpopt's own errors refuse, and only those in this table: another exception of an engine, a backend or
+the judge is a finding, whatever its type. Invariant: a message that no row knows is no refusal.
+"""
+
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """One reason.
+
+    Attributes:
+        pattern: a regular expression that the error's message contains.
+        page: the page of the documentation that says so, in ``docs/``.
+        words: how the page says it.
+        test: the test that shows it, in ``tests/``: file and name.
+    """
+
+    pattern: str
+    page: str
+    words: str
+    test: str
+
+
+HERE = "unit/judge/rules/test_refusals.py::test_each_refusal_is_known_by_its_row"
+CAPTURED = "multigpu/test_step.py::test_what_cannot_be_captured_is_said_and_leaves_everything_as_it_was"
+LATER = "multigpu/test_step.py::test_what_a_later_step_would_ignore_is_an_error_each_time"
+IN_PARTS = "multigpu/test_step_reductions.py::test_gradients_that_are_kept_must_come_from_one_backward"
+LEFT = "multigpu/test_step_reductions.py::test_a_gradient_of_one_rank_that_ddp_would_average_later_is_refused"
+PENDING = "multigpu/test_step_reductions.py::test_a_forward_without_a_backward_is_remembered"
+MODES = "multigpu/test_step.py::test_a_mode_that_watches_operators_is_refused_and_does_no_harm"
+OPTIONS = "`step` of its own, but no `optimizer`"
+REFUSALS: tuple[Refusal, ...] = (
+    # engines
+    Refusal(r"has no no_sync\(\)", "engines.md", "options that need it are *refused*", HERE),
+    Refusal(r"has a step\(\) of its own, but no optimizer\(\)", "engines.md", OPTIONS, HERE),
+    Refusal(
+        r"a scheduler needs a torch\.optim\.Optimizer", "engines.md", "is no `torch.optim.Optimizer`", HERE
+    ),
+    Refusal(r"trains on the default group of \d+ ranks only", "modes.md", "the default group only", HERE),
+    Refusal(r"needs \d+ x N ranks", "modes.md", "needs 4 ranks or more", HERE),
+    Refusal(
+        r"with use_orig_params=False",
+        "modes.md",
+        "`use_orig_params=False` is refused",
+        "multigpu/test_fsdp_claims.py::test_fsdp1_without_the_original_parameters_is_refused_with_what_to_do",
+    ),
+    Refusal(r"has no submodule with parameters to compile", "modes.md", "no submodule to compile", HERE),
+    Refusal(r"takes parameters of one dtype", "modes.md", "take parameters of one dtype only", HERE),
+    Refusal(r"\d+ rows need the default group", "modes.md", "the default group only", HERE),
+    Refusal(r"is not installed here", "modes.md", "need the packages of the extra", HERE),
+    # options
+    Refusal(r"resumes no parts of models", "modes.md", "`resumed` takes no mesh", HERE),
+    Refusal(r"captures a step of one model", "modes.md", "steps of one model", HERE),
+    Refusal(r"captures no evaluation inside a step", "modes.md", "an evaluation inside a step", HERE),
+    Refusal(r"seeded between the parts of a step", "modes.md", "random numbers in several forwards", HERE),
+    # strategies
+    Refusal(
+        r"of the private names that ddpopt uses",
+        "limits.md",
+        "Some releases of torch",
+        "unit/test_torch_private.py::test_a_missing_name_is_told_with_its_cost_and_who_has_it",
+    ),
+    Refusal(
+        r"compiled autograd captures this backward",
+        "limits.md",
+        "compiled autograd around the backward",
+        "multigpu/test_inline.py::test_compiled_autograd_is_refused_before_anything_is_sent",
+    ),
+    Refusal(
+        r"torch\.distributed\.autograd\.context\(\)",
+        "limits.md",
+        "distributed autograd",
+        "integration/test_fresh_interpreters.py"
+        "::test_distributed_autograd_gets_its_gradients_from_split_and_is_refused_by_inline",
+    ),
+    Refusal(
+        r"^delay_all_reduce_named_params: ",
+        "limits.md",
+        "`delay_all_reduce_named_params`",
+        "integration/test_limits.py::test_delayed_all_reduces_are_refused_before_anything_is_compiled",
+    ),
+    # train_step
+    Refusal(r"train_step: expected torch >= 2\.13", "step.md", "2.13", HERE),
+    Refusal(r"cannot be captured as one graph", "step.md", "what Dynamo cannot trace", CAPTURED),
+    Refusal(r"and it calls none; wrap the model", "step.md", "calls no DDP module", CAPTURED),
+    Refusal(r"two backward passes of one step", "step.md", "two synchronized backward passes", CAPTURED),
+    Refusal(r"fused=True\), one opaque kernel", "step.md", "has a fused optimizer", CAPTURED),
+    Refusal(r"holds no parameter of", "step.md", "has an optimizer of other parameters only", CAPTURED),
+    Refusal(r"does not support hooks on", "step.md", "hooks on parameters or inputs", CAPTURED),
+    Refusal(r"train_step cannot run under ", "step.md", "under a `TorchDispatchMode`", MODES),
+    Refusal(r"does not support that .* uses ", "step.md", "uses a communication hook", LATER),
+    Refusal(r"parameters of .* were replaced", "step.md", "parameters were replaced", LATER),
+    Refusal(r"has sparse gradients", "step.md", "sparse gradients", HERE),
+    Refusal(
+        r"takes a number that changes",
+        "step.md",
+        "a number that changes",
+        "unit/graph/test_numbers.py::test_an_operation_that_takes_numbers_only_says_what_to_do",
+    ),
+    Refusal(r"got no gradient for", "step.md", "leaves a parameter without a gradient", CAPTURED),
+    Refusal(r"in the backward in which others", "step.md", "for which DDP itself fails", CAPTURED),
+    Refusal(r"before the module's gradients are complete", "step.md", "for which DDP itself fails", CAPTURED),
+    Refusal(r"in its first iteration only", "step.md", "writes to an output", CAPTURED),
+    Refusal(r"is used before all backwards", "step.md", "in several backward passes, and keeps", IN_PARTS),
+    Refusal(r"got a gradient of this rank alone, and no", "step.md", "gradients of one rank", LEFT),
+    Refusal(r"and no backward followed", "step.md", "forward without a backward", PENDING),
+)
+
+
+def refusal_of(text: str) -> Refusal | None:
+    """The row that knows the message of an `UnsupportedError` or a `UsageError`; None if there is none."""
+    return next((row for row in REFUSALS if re.search(row.pattern, text)), None)

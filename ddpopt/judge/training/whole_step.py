@@ -1,0 +1,161 @@
+"""An option's step in a mode that runs it as one graph: forwards, losses and backwards together.
+
+The option's function runs twice: first to learn which parts of the batch it takes, in which order; then as
+the function that ``ddpopt.train_step`` captures, on these parts.
+
+Invariant: the parts are made, and random numbers seeded, as in a step that is not captured.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import is_dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from ddpopt.errors import UnsupportedError
+
+Step = Callable[[Any], None]
+WHOLE = "step/"
+"""What the ids of graphs of whole steps begin with."""
+
+
+class _Scout:
+    """Notes which parts a step takes."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.place = trainer.place
+        self.updates = trainer.updates
+        self.step = trainer.step
+        self.other = None
+        self.parts: list[int] = []
+        self.parallel = SimpleNamespace(no_sync=contextlib.nullcontext)
+
+    def loss(self, part: int = 0) -> Tensor:
+        """A number in place of a loss."""
+        self.parts.append(part)
+        return torch.zeros((), requires_grad=True)
+
+    def evaluate(self, part: int) -> None:
+        """An evaluation of the same model has no place in the graph of a step.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(f"the judge captures no evaluation inside a step, as of part {part}")
+
+    def backward(self, loss: Tensor) -> None:
+        """Nothing."""
+
+
+class _Captured:
+    """What a step sees of its trainer while it is captured."""
+
+    def __init__(self, trainer: Any, ddp: Any, batches: Mapping[int, Any]) -> None:
+        self.case = trainer.case
+        self.place = trainer.place
+        self.updates = trainer.updates
+        self.step = trainer.step
+        self.other = None
+        self.parallel = ddp
+        self.batches = batches
+        self.outputs: list[Any] = []
+        self.values: list[Any] = []
+        self.last: Any = None
+
+    def loss(self, part: int = 0) -> Tensor:
+        """The loss of a part."""
+        args, kwargs = self.batches[part]
+        self.outputs.append(self.parallel(*args, **kwargs))
+        self.values.append(_mapped(_copied, self.outputs[-1]))  # a later forward may write to outputs
+        loss: Tensor = self.case.loss(self.outputs[-1])
+        self.last = loss.detach()
+        return loss
+
+    def backward(self, loss: Tensor) -> None:
+        """A plain backward."""
+        torch.autograd.backward(loss)
+
+
+def whole_step(
+    trainer: Any, take_step: Step, decorate: Callable[[Any], Any], *, captures_update: bool = False
+) -> Callable[[], None]:
+    """A function that takes an option's step as one graph.
+
+    Args:
+        trainer: the `ddpopt.judge.training.trainer.Trainer`.
+        take_step: the option's step.
+        decorate: makes one graph of a function.
+        captures_update: whether the optimizer is a part of the graph.
+
+    Returns:
+        The function, for all steps of a run.
+    """
+
+    def step(ddp: Any, optimizer: Any, batches: Mapping[int, Any]) -> Any:
+        captured = _Captured(trainer, ddp, batches)
+        take_step(captured)
+        if captures_update:
+            optimizer.step()
+        computed = [_mapped(_is_computed, each) for each in captured.outputs]
+        outputs = [_mapped(_detached, each) for each in captured.outputs]
+        return outputs, captured.values, computed, captured.last
+
+    run: Any = decorate(step)
+
+    def take() -> None:
+        if trainer.other is not None:
+            raise UnsupportedError("the judge captures a step of one model, and this option trains two")
+        scout = _Scout(trainer)
+        take_step(scout)
+        batches = {part: trainer.inputs(part) for part in scout.parts}
+        for part in scout.parts:
+            trainer.sight.calls(*batches[part])
+        generator = torch.get_rng_state()
+        outputs, values, computed, trainer.last_loss = run(trainer.ddp, trainer.updates.optimizer, batches)
+        drawn = any(_draws(trainer.parallel.model)) or not torch.equal(generator, torch.get_rng_state())
+        if len(scout.parts) > 1 and drawn:
+            raise UnsupportedError("random numbers are seeded between the parts of a step")
+        known = sum(each.startswith(WHOLE) for each in trainer.compilations.graphs)
+        trainer.compilations.graphs.extend(f"{WHOLE}{place}" for place in range(known, len(run.graphs)))
+        for forward, (output, of_graph, value) in enumerate(zip(outputs, computed, values, strict=True), 1):
+            trainer.extras |= trainer.sight.returns(_mapped(_attached, output, of_graph), forward, value)
+
+    return take
+
+
+def _draws(model: torch.nn.Module) -> Iterator[bool]:
+    """Whether modules draw random numbers."""
+    return (bool(getattr(module, "p", 0)) and module.training for module in model.modules())
+
+
+def _mapped(function: Callable[..., Any], output: Any, *others: Any) -> Any:
+    """`tree_map`, also over the fields of a dataclass, which `tree_map` takes for a leaf."""
+    if not is_dataclass(output):
+        return tree_map(function, output, *others)
+    found = {
+        name: tree_map(function, value, *(vars(each)[name] for each in others))
+        for name, value in vars(output).items()
+    }
+    kind: Any = type(output)
+    return kind(**found)
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if _is_computed(value) else value
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _is_computed(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad and not value.is_leaf
+
+
+def _attached(value: Any, is_computed: bool) -> Any:
+    """An output with the autograd state that it had while it was captured."""
+    return value.detach().requires_grad_().view_as(value) if is_computed else value
