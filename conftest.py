@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-from tests.profiles import load_profiles
+from tests.support.profiles import load_profiles
 
 # HYPOTHESIS_PROFILE, or pytest's --hypothesis-profile: dev, ci or nightly. CI=true gives ci.
 load_profiles()

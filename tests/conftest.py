@@ -9,6 +9,9 @@ if TYPE_CHECKING:
     from ddpopt.ranks.group import Ranks
 
 
+collect_ignore = ["support"]
+
+
 @pytest.fixture(scope="session")
 def compiling_quickly() -> Iterator[None]:
     """Dynamo does without what nobody reads here, and what costs a third of the time of most tests."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import ddpopt
-from tests.commands import python
+from tests.support.commands import python
 
 ROOT = Path(__file__).parents[2]
 WITHOUT_TORCH = (

@@ -9,7 +9,7 @@ from typing import Any
 
 from ddpopt.planning.plan import Plan
 from ddpopt.proof.certificate import INVARIANTS
-from tests.commands import python
+from tests.support.commands import python
 
 PROGRAM = """
 import torch

@@ -16,7 +16,7 @@ import pytest
 
 from ddpopt.ranks.environment import launched_ranks, own_rank
 from ddpopt.testing import Ranks
-from tests.multigpu.turns import DEFAULT_RANKS, number_of_ranks
+from tests.support.turns import DEFAULT_RANKS, number_of_ranks
 
 FOLDER = Path(__file__).parent
 ALONE = FOLDER / "alone"

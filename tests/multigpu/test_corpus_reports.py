@@ -16,9 +16,9 @@ from ddpopt.cases.case import Case
 from ddpopt.dynamo.backend import DdpoptBackend
 from ddpopt.planning.plan import Strategy
 from ddpopt.ranks.group import Ranks
-from tests.multigpu.reported import Compile, passes, run, sentence
-from tests.multigpu.turns import at_night, in_turn
-from tests.reports import Report, reported_cases
+from tests.support.reported import Compile, passes, run, sentence
+from tests.support.reports import Report, reported_cases
+from tests.support.turns import at_night, in_turn
 
 STRATEGIES: tuple[Strategy, ...] = ("split", "inline")
 MEASURED = torch.__version__.startswith("2.13.")

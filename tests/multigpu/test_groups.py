@@ -17,8 +17,8 @@ from ddpopt.ddp.specs import specs_from_ddp
 from ddpopt.errors import PlanMismatchError
 from ddpopt.planning.plan import Strategy
 from ddpopt.ranks.group import Ranks
-from tests.multigpu.models import plan_of
-from tests.refusals import refusal
+from tests.support.models import plan_of
+from tests.support.refusals import refusal
 
 pytestmark = pytest.mark.world_size(4)
 PAIRS, NEIGHBOURS = ([0, 2], [1, 3]), ([0, 1], [2, 3])

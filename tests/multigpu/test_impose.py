@@ -1,8 +1,6 @@
 """impose and defer on several ranks: DDP's own gradients, and the plan's buckets, at every iteration."""
 
 import logging
-import time
-from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
@@ -15,15 +13,22 @@ from ddpopt.ddp.specs import specs_from_ddp
 from ddpopt.errors import NoAnswerError, PlanMismatchError, UsageError
 from ddpopt.planning.plan import Plan
 from ddpopt.ranks.group import Ranks
-from tests.multigpu.models import arbitrary_plan, hook_that_sees, params_of, plan_of
-from tests.multigpu.training import SETTINGS, STEPS, Buckets, Setting, alike, batch, build, train
+from tests.support.models import arbitrary_plan, params_of, plan_of
+from tests.support.training import (
+    SETTINGS,
+    STEPS,
+    Buckets,
+    Setting,
+    alike,
+    batch,
+    build,
+    raised,
+    train,
+    watch,
+)
 
 SOON_S = 20.0
 """On a busy machine too, but before ranks stop waiting for each other."""
-
-
-def watch(ddp: DistributedDataParallel, seen: list[Buckets]) -> None:
-    ddp.register_comm_hook(None, hook_that_sees(ddp, lambda params: seen[-1].append(params)))
 
 
 def put_off(ddp: DistributedDataParallel, plan: Plan | None) -> None:
@@ -60,15 +65,6 @@ def test_gradients_are_those_of_plain_ddp_and_buckets_those_of_the_plan(ranks: R
 
 
 # ------------------------------------------------------------------------------------- ranks that differ
-
-
-def raised(action: Callable[[], object]) -> tuple[str, str, float]:
-    start = time.monotonic()
-    try:
-        action()
-    except Exception as error:
-        return type(error).__name__, str(error), time.monotonic() - start
-    return "", "", time.monotonic() - start
 
 
 def own_buckets_still_work(ddp: DistributedDataParallel, ranks: Ranks) -> bool:

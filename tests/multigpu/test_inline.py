@@ -26,9 +26,9 @@ from ddpopt.ddp.impose import imposed_plan
 from ddpopt.errors import UnsupportedError
 from ddpopt.planning.plan import Strategy
 from ddpopt.ranks.group import Ranks
-from tests.multigpu.models import Gradients, Tower, hand_overs, hook_that_sees
-from tests.multigpu.training import SETTINGS, STEPS, Buckets, Setting, alike, batch, build, loss, train
-from tests.multigpu.turns import in_turn
+from tests.support.models import Gradients, Tower, hand_overs, hook_that_sees
+from tests.support.training import SETTINGS, STEPS, Buckets, Setting, alike, batch, build, loss, train
+from tests.support.turns import in_turn
 
 LAYER_MB = 4 * 6 * 7 / 2**20
 LAYERS = [f"layers.{layer}.{name}" for layer in reversed(range(4)) for name in ("bias", "weight")]

@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 import ddpopt
 from ddpopt.errors import UsageError
 from ddpopt.ranks.group import Ranks
-from tests.multigpu.programs import PROGRAMS, WIDTH, Program
-from tests.program_reports import MODES, ReportedProgram, reported_programs
+from tests.support.program_reports import MODES, ReportedProgram, reported_programs
+from tests.support.programs import PROGRAMS, WIDTH, Program
 
 MEASURED = torch.__version__.startswith("2.13.")
 Gradients = list[list[Tensor | None]]

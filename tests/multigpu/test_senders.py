@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from ddpopt.ranks.group import Ranks
-from tests.multigpu.models import completed
+from tests.support.models import completed
 
 WIDTH = 16
 STEPS = 3

@@ -27,8 +27,8 @@ import ddpopt
 from ddpopt.ddp.impose import imposed_plan
 from ddpopt.errors import DdpoptError, PlanMismatchError, UnsupportedError, UsageError
 from ddpopt.ranks.group import Ranks
-from tests.multigpu.models import Pair, params_of
-from tests.refusals import refusal
+from tests.support.models import Pair, params_of
+from tests.support.refusals import refusal
 
 if torch.__version__ < "2.13":
     pytest.skip("ddpopt.train_step needs torch 2.13 or newer", allow_module_level=True)

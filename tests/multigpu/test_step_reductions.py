@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import ddpopt
 from ddpopt.errors import UsageError
 from ddpopt.ranks.group import Ranks
-from tests.multigpu.models import Pair
+from tests.support.models import Pair
 
 if torch.__version__ < "2.13":
     pytest.skip("ddpopt.train_step needs torch 2.13 or newer", allow_module_level=True)

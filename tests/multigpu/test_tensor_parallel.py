@@ -20,8 +20,8 @@ from ddpopt.judge.trials.on_rank import Request, Settings, run_trials
 from ddpopt.judge.verdict import Status
 from ddpopt.planning.plan import Strategy
 from ddpopt.ranks.group import Ranks, joined
-from tests.multigpu.models import hook_that_sees
-from tests.refusals import refusal
+from tests.support.models import hook_that_sees
+from tests.support.refusals import refusal
 
 pytestmark = [pytest.mark.world_size(4), pytest.mark.filterwarnings("ignore::FutureWarning")]
 STEPS = 3

@@ -36,11 +36,22 @@ from ddpopt.tuning.comparing import WARM_UP, tuned_on
 from ddpopt.tuning.records import Gradient, Link, Profile
 from ddpopt.tuning.simulate import simulate
 from ddpopt.tuning.tune import plan_of, tune
-from tests.multigpu import training
-from tests.multigpu.models import arbitrary_plan, params_of
-from tests.multigpu.test_impose import raised, watch
-from tests.multigpu.training import SETTINGS, UNUSED, Buckets, Setting, alike, batch, build, loss, train
-from tests.multigpu.turns import in_turn
+from tests.support import training
+from tests.support.models import arbitrary_plan, params_of
+from tests.support.training import (
+    SETTINGS,
+    UNUSED,
+    Buckets,
+    Setting,
+    alike,
+    batch,
+    build,
+    loss,
+    raised,
+    train,
+    watch,
+)
+from tests.support.turns import in_turn
 
 LINK = Link(1e-4, 1e-9, 0.0, 1.0, 0.0, "gloo", 2, {})
 SKIPPED = {"skip_all_reduce_unused_params": True}

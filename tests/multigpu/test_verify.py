@@ -26,10 +26,10 @@ from ddpopt.judge.trials.on_rank import STEPS, Request, Settings, run_trials
 from ddpopt.judge.trials.resuming import resume
 from ddpopt.judge.verdict import Status, Trial
 from ddpopt.ranks.group import joined
-from tests.multigpu.turns import at_night, in_turn, number_of_ranks
 from tests.selftest.clean_runs import clean_runs
 from tests.selftest.faults import FAULTS, PLACEBOS, Fault
 from tests.selftest.trials import BACKENDS, judge_fault, try_fault, unbroken
+from tests.support.turns import at_night, in_turn, number_of_ranks
 
 BOTH = ("ddpopt-split", "ddpopt-inline")
 PLAIN, NORMED = CASES[0], CASES[2]

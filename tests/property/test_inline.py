@@ -13,11 +13,11 @@ from ddpopt.planning.facts import GraphFacts, Sources
 from ddpopt.planning.limits import BucketConfig
 from ddpopt.planning.plan import Bucket
 from ddpopt.planning.planner import plan_graph
-from tests.graph_builder import SmallGraph, real_inputs
-from tests.profiles import share
-from tests.property.drawn_graphs import facts_of, small_configs
-from tests.property.strategies import graphs
-from tests.unit.effects import Effects
+from tests.support.drawn_graphs import facts_of, small_configs
+from tests.support.effects import Effects
+from tests.support.graph_builder import SmallGraph, real_inputs
+from tests.support.profiles import share
+from tests.support.strategies import graphs
 
 
 @share(1)

@@ -12,10 +12,7 @@ from ddpopt.planning.plan import Plan
 from ddpopt.planning.planner import plan_graph
 from ddpopt.proof.certificate import certify
 from ddpopt.split.partition import partition
-from tests.graph_builder import SmallGraph, real_inputs
-from tests.mutants import MUTANTS, PLAN_MUTANTS, Mutant, recompile
-from tests.profiles import share
-from tests.property.drawn_graphs import (
+from tests.support.drawn_graphs import (
     assert_recomposes,
     cut_wherever_it_can_be,
     facts_of,
@@ -23,9 +20,12 @@ from tests.property.drawn_graphs import (
     prove,
     small_configs,
 )
-from tests.property.strategies import graphs
-from tests.unit.effects import Effects
-from tests.unit.tracing import cut_before, parameter_names
+from tests.support.effects import Effects
+from tests.support.graph_builder import SmallGraph, real_inputs
+from tests.support.mutants import MUTANTS, PLAN_MUTANTS, Mutant, recompile
+from tests.support.profiles import share
+from tests.support.strategies import graphs
+from tests.support.tracing import cut_before, parameter_names
 
 
 @share(1)  # test_seeded_bugs.py shows that so many graphs are enough

@@ -20,8 +20,8 @@ from ddpopt.tuning.records import Gradient, Link, Profile, ms
 from ddpopt.tuning.scale import scaled, steps_of
 from ddpopt.tuning.simulate import Timeline, simulate
 from ddpopt.tuning.tune import plan_of, tune
-from tests.profiles import share
-from tests.property.test_tuning import gradients, links, step_of, times
+from tests.support.drawn_profiles import gradients, links, step_of, times
+from tests.support.profiles import share
 
 DOCS = Path(__file__).parents[2] / "docs"
 

@@ -15,10 +15,10 @@ from ddpopt.planning.join import GraphPlan, join_plans
 from ddpopt.planning.limits import BucketConfig
 from ddpopt.planning.plan import Plan
 from ddpopt.planning.planner import plan_for_buckets, plan_graph, plan_whole
-from tests.graph_builder import SmallGraph, real_inputs
-from tests.profiles import share
-from tests.property.drawn_graphs import facts_of, small_configs
-from tests.property.strategies import bucket_configs, graphs, parameter_lists
+from tests.support.drawn_graphs import facts_of, small_configs
+from tests.support.graph_builder import SmallGraph, real_inputs
+from tests.support.profiles import share
+from tests.support.strategies import bucket_configs, graphs, parameter_lists
 
 
 def names(plan: Plan) -> list[str]:

@@ -11,10 +11,9 @@ from ddpopt.ranks.group import joined
 from ddpopt.testing import Ranks
 from ddpopt.testing.drawn import DrawnModel
 from ddpopt.testing.strategies import models
-from tests.found import OURS, examined
-from tests.profiles import share
-from tests.property.stepping import MARKS
-from tests.property.test_semantics import assert_right
+from tests.support.found import OURS, assert_right, examined
+from tests.support.profiles import share
+from tests.support.stepping import MARKS
 
 pytestmark = MARKS[1:]  # a group of all ranks is there
 LIMIT_S = 30.0

@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ddpopt.planning.bucket_rule import ParamSpec, initial_buckets, ready_buckets, rebuilt_buckets
 from ddpopt.planning.limits import BucketConfig
-from tests.profiles import share
-from tests.property.strategies import bucket_configs, parameter_lists
+from tests.support.profiles import share
+from tests.support.strategies import bucket_configs, parameter_lists
 
 Buckets = tuple[tuple[int, ...], ...]
 

@@ -13,11 +13,11 @@ from ddpopt.planning.limits import BucketConfig
 from ddpopt.planning.plan import Plan
 from ddpopt.planning.planner import plan_graph
 from ddpopt.split import partition
-from tests.graph_builder import SmallGraph
-from tests.mutants import MUTANTS, Mutant, recompile
-from tests.profiles import EXAMPLES
-from tests.property.drawn_graphs import assert_same_program, cut_wherever_it_can_be, facts_of, small_configs
-from tests.property.strategies import graphs
+from tests.support.drawn_graphs import assert_same_program, cut_wherever_it_can_be, facts_of, small_configs
+from tests.support.graph_builder import SmallGraph
+from tests.support.mutants import MUTANTS, Mutant, recompile
+from tests.support.profiles import EXAMPLES
+from tests.support.strategies import graphs
 
 
 def edited(mutant: Mutant, graph: SmallGraph, plan: Plan) -> None:

@@ -10,9 +10,9 @@ from ddpopt.fuzz.questions import Outcome
 from ddpopt.fuzz.stream import Source
 from ddpopt.ranks.group import Ranks
 from ddpopt.testing.drawn import DrawnModel
-from tests.found import examined
 from tests.selftest.defects import DEFECTS, Defect
 from tests.selftest.sites import Site
+from tests.support.found import examined
 
 A_MINUTE = 100
 """Models that two workers draw and judge in a minute, when nothing else runs."""

@@ -10,17 +10,17 @@ from hypothesis import event, example, given
 
 import ddpopt
 from ddpopt.fuzz.cases import read_model
-from ddpopt.fuzz.questions import Answer, Outcome, Setting
+from ddpopt.fuzz.questions import Setting
 from ddpopt.judge.engines.engine import Engine
 from ddpopt.judge.rules.bench import Bench
 from ddpopt.planning.plan import Plan
 from ddpopt.ranks.group import Ranks
 from ddpopt.testing.drawn import DrawnModel, step
 from ddpopt.testing.strategies import models
-from tests.found import FOLDER, OURS, examined
-from tests.profiles import share
-from tests.property.stepping import MARKS, STRATEGIES, Run, eager
-from tests.unit.rehearsing import assert_buckets_as_predicted
+from tests.support.found import FOLDER, OURS, assert_right, examined
+from tests.support.profiles import share
+from tests.support.rehearsing import assert_buckets_as_predicted
+from tests.support.stepping import MARKS, STRATEGIES, Run, eager
 
 pytestmark = MARKS
 Test = Callable[..., None]
@@ -56,20 +56,6 @@ def test_a_compiled_step_is_an_eager_one_and_has_the_predicted_plan(alone: Ranks
         event(f"{strategy}: {'nothing was planned' if plan is None else 'planned'}")
         if plan is not None:
             assert plan == ddpopt.plan(drawn.program.model(), *args, strategy=strategy, **kwargs, **limits)
-
-
-def assert_right(drawn: DrawnModel, answers: list[Answer]) -> None:
-    """Require eager DDP's step of each mode, where torch alone can compile the model in one piece."""
-    for answer in answers:
-        event(answer.kind)
-        right = answer.kind in (Outcome.OK, Outcome.BACKEND) or fails_in_eager(drawn, answer)
-        assert right or answer.detail.startswith("nothing was judged"), answer
-
-
-def fails_in_eager(drawn: DrawnModel, answer: Answer) -> bool:
-    """Whether DDP of torch 2.11 writes into buffers that an earlier forward saved for its backward."""
-    is_known = torch.__version__ < "2.12" and {"norm-with-buffers", "several-forwards"} <= drawn.features
-    return is_known and answer.kind is Outcome.EAGER and "modified by an inplace operation" in answer.detail
 
 
 # ---------------------------------------------------------------------------------------- eager buckets

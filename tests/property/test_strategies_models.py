@@ -19,7 +19,7 @@ from ddpopt.errors import UsageError
 from ddpopt.testing import strategies
 from ddpopt.testing.drawn import BLOCKS, DrawnModel, known_features, step
 from ddpopt.testing.strategies import models
-from tests.profiles import share
+from tests.support.profiles import share
 
 Results = dict[str, Tensor | None]
 

@@ -15,8 +15,8 @@ from torch._dynamo.utils import counters
 from ddpopt.judge.rules.rounding import SAMPLES
 from ddpopt.testing.drawn import DrawnModel, known_features, step
 from ddpopt.testing.strategies import models
-from tests.profiles import share
-from tests.property.stepping import MARKS, Run, Strategy, compiled, differing, eager, is_rounding
+from tests.support.profiles import share
+from tests.support.stepping import MARKS, Run, Strategy, compiled, differing, eager, is_rounding
 
 # Not where plain aot_eager is not bitwise (graph breaks), nor what freezing would make unused.
 FEATURES = {

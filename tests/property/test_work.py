@@ -18,10 +18,10 @@ from ddpopt.dynamo.quiet import gc_paused
 from ddpopt.planning.limits import BucketConfig
 from ddpopt.planning.planner import plan_graph
 from ddpopt.split.partition import partition
-from tests.graph_builder import GraphBuilder, SmallGraph
-from tests.profiles import share
-from tests.property.drawn_graphs import cut_wherever_it_can_be, facts_of, prove, small_configs
-from tests.property.graph_steps import STEPS, Sketch, Step
+from tests.support.drawn_graphs import cut_wherever_it_can_be, facts_of, prove, small_configs
+from tests.support.graph_builder import GraphBuilder, SmallGraph
+from tests.support.graph_steps import STEPS, Sketch, Step
+from tests.support.profiles import share
 
 ROUNDS = 6
 """How often the smaller graph repeats its steps; the larger one does so twice as often."""

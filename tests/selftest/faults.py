@@ -12,12 +12,12 @@ from typing import Any, Literal
 
 import torch
 
-from tests import mutants
-from tests.mutants import Edits
 from tests.selftest import codes as code
 from tests.selftest import graphs, plans, shown, sites, wires
 from tests.selftest.metadata import shared_metadata
 from tests.selftest.sites import Inject, Tamper, second_rank
+from tests.support import mutants
+from tests.support.mutants import Edits
 
 Layer = Literal["plan", "partition", "compiled code", "communication"]
 NUMBERS = ("L0", "L1", "L2")

@@ -12,8 +12,8 @@ from ddpopt.graph.nodes import write_code
 from ddpopt.planning.plan import Plan
 from ddpopt.proof.certificate import certify
 from ddpopt.split.partition import partition
-from tests.mutants import Edits, calls, is_crossing, recompile
 from tests.selftest.sites import Inject, Site, first
+from tests.support.mutants import Edits, calls, is_crossing, recompile
 
 
 def cutting(edits: Edits | None, *, certified: bool = True) -> Inject:

@@ -14,8 +14,8 @@ from ddpopt.dynamo import backend
 from ddpopt.dynamo.model_graphs import ModelGraphs
 from ddpopt.judge.training.trainer import Trainer
 from ddpopt.planning.plan import Plan
-from tests.multigpu.models import plan_of
 from tests.selftest.sites import Inject, NotInjected, Site, every_rank
+from tests.support.models import plan_of
 
 Indices = list[list[int]]
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.futures import Future
 
 from ddpopt.judge.training.trainer import Trainer
-from tests.multigpu.models import completed
 from tests.selftest import codes as code
 from tests.selftest.sites import Site, Tamper, after_backward, weight
+from tests.support.models import completed
 
 Change = Callable[[Tensor, Tensor, dist.ProcessGroup], Tensor]
 """Maps the mean over ranks, this rank's own gradients and the group to what is received."""

@@ -9,7 +9,7 @@ import torch
 from ddpopt.judge.training.options import OPTIONS
 from ddpopt.testing.drawn import DrawnModel, known_features, step
 from ddpopt.testing.drawn.forms import CHOICES
-from tests.refusals import refusal
+from tests.support.refusals import refusal
 
 DOCS = Path(__file__).parents[2] / "docs" / "generators.md"
 

@@ -111,3 +111,13 @@ def test_modules_are_of_a_size_to_read() -> None:
 def test_no_two_classes_have_one_name() -> None:
     names = [n.name for tree in TREES.values() for n in ast.walk(tree) if isinstance(n, ast.ClassDef)]
     assert {name for name in names if names.count(name) > 1} == set()
+
+
+def test_tests_share_only_what_is_in_support_and_selftest() -> None:
+    tests = ROOT.parent / "tests"
+    trees = {path: ast.parse(path.read_text()) for path in tests.rglob("*.py")}
+    froms = {(path, str(node.module)) for path, tree in trees.items() for node in ast.walk(tree)
+             if isinstance(node, ast.ImportFrom)}  # fmt: skip
+    shared = [(path.name, name) for path, name in froms if name.startswith("tests.")]
+    assert shared
+    assert not [each for each in shared if each[1].split(".")[1] not in ("support", "selftest")]

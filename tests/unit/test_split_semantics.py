@@ -23,8 +23,8 @@ from ddpopt.proof.certificate import certify
 from ddpopt.ranks.group import Ranks
 from ddpopt.split.partition import partition
 from ddpopt.testing.drawn import BLOCKS, DrawnModel, Step, step
-from tests.found import examined
-from tests.unit.tracing import cut_before, trace
+from tests.support.found import examined
+from tests.support.tracing import cut_before, trace
 
 WIDTH = 8
 CAP = WIDTH * WIDTH * 4 / 2**20

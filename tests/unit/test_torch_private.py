@@ -11,7 +11,7 @@ import torch.distributed as dist
 import ddpopt
 from ddpopt.errors import UnsupportedError
 from ddpopt.torch_private import RELEASES
-from tests.commands import run
+from tests.support.commands import run
 
 GONE = "_compute_bucket_assignment_by_size"
 ROOT = Path(__file__).parents[2]

@@ -8,8 +8,8 @@ from ddpopt.cases import corpus
 from ddpopt.cases.case import Case
 from ddpopt.planning.plan import Strategy
 from ddpopt.ranks.group import Ranks
-from tests.multigpu.corpus_training import RANKS_MATTER, STRATEGIES, assert_trains_as_eager
-from tests.multigpu.turns import at_night, in_turn
+from tests.support.corpus_training import RANKS_MATTER, STRATEGIES, assert_trains_as_eager
+from tests.support.turns import at_night, in_turn
 
 REPORTED = ("gpt", "llama", "linear8", "growing_length", "selective_checkpoint", "nested")
 """Long ones that the reports about them train on ranks by day."""

@@ -17,8 +17,8 @@ from ddpopt.doctor import Diagnosis, diagnose
 from ddpopt.doctor.diagnosis import Advice, Weight
 from ddpopt.errors import NotJudgedError
 from ddpopt.testing.drawn import DrawnModel, step
-from tests.commands import run
-from tests.refusals import refusal
+from tests.support.commands import run
+from tests.support.refusals import refusal
 
 
 class Healthy(nn.Module):

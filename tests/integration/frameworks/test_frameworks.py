@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import TWO_RANKS, python
+from tests.support.commands import TWO_RANKS, python
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "frameworks.md").read_text(encoding="utf-8")

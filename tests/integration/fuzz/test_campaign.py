@@ -21,7 +21,7 @@ from ddpopt.fuzz.journal import PLAN as FILE_OF_PLAN
 from ddpopt.fuzz.questions import Answer, Outcome, Task
 from ddpopt.fuzz.signatures import FailureSignature
 from ddpopt.fuzz.stream import Source, drawn_block
-from tests import commands
+from tests.support import commands
 
 MODES = ("torch", "ddpopt-split")
 PLAN = CampaignPlan(3, 0, MODES, "aot_eager", 1, ("cond",), "2.13.0", "5f")

@@ -9,7 +9,7 @@ from ddpopt.fuzz.questions import Outcome, Setting
 from ddpopt.fuzz.signatures import FailureSignature
 from ddpopt.ranks.group import Ranks
 from ddpopt.testing.drawn import DrawnModel, step
-from tests.found import examined
+from tests.support.found import examined
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning")
 FAILURE = FailureSignature("error", "AssertionError", "distributed.py in __init__")

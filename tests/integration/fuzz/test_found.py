@@ -14,7 +14,7 @@ from ddpopt.fuzz.scripting import script_of
 from ddpopt.fuzz.signatures import ROUNDING
 from ddpopt.judge.locating.scripting import shows
 from ddpopt.ranks.group import Ranks
-from tests.found import FOLDER, OURS, examined, fails_undivided, found_cases
+from tests.support.found import FOLDER, OURS, examined, fails_undivided, found_cases
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning")
 

@@ -18,7 +18,7 @@ from ddpopt.ddp.ready_hooks import ReadyHooks
 from ddpopt.inline import inductor
 from ddpopt.inline.handover import COPIED, LATE, TAKEN, Call
 from ddpopt.testing.drawn import DrawnModel, step
-from tests.multigpu.models import completed
+from tests.support.models import completed
 
 pytestmark = pytest.mark.usefixtures("one_rank_group", "fresh_dynamo")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ddpopt.judge.verdict import Status
-from tests.commands import python
+from tests.support.commands import python
 
 TARGET = """
 import os

@@ -11,7 +11,7 @@ from uuid import uuid4
 import pytest
 
 from ddpopt.ranks.marked import marked
-from tests.commands import TWO_RANKS, python
+from tests.support.commands import TWO_RANKS, python
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import TWO_RANKS, python
+from tests.support.commands import TWO_RANKS, python
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -25,9 +25,9 @@ from ddpopt.ranks.failures import Kind, RanksFailed
 from ddpopt.ranks.group import Ranks, joined, under_torchrun
 from ddpopt.ranks.marked import marked
 from ddpopt.ranks.pool import LAST_WORDS_S, PATIENCE_S, Pool, launch
-from tests.commands import TWO_RANKS
 from tests.selftest.faults import DEADLY
 from tests.selftest.trials import Found, died, try_fault
+from tests.support.commands import TWO_RANKS
 
 pytestmark = pytest.mark.timeout(120)
 

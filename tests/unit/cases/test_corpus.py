@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ddpopt.cases import corpus
 from ddpopt.errors import UsageError
 from ddpopt.testing import Case, mean_square, resolve
-from tests.refusals import refusal
+from tests.support.refusals import refusal
 
 # ------------------------------------------------------------------------------------------------ names
 

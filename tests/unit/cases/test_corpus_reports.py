@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from tests import program_reports, reports
 from tests.selftest import engines
+from tests.support import program_reports, reports
 
 DOCS = Path(__file__).parents[3] / "docs"
 

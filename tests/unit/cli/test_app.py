@@ -13,7 +13,7 @@ import ddpopt
 from ddpopt.cases import corpus
 from ddpopt.cases.targets import resolve
 from ddpopt.errors import CertificateError, InfrastructureError
-from tests.commands import run
+from tests.support.commands import run
 
 # not `import ddpopt.explanation.explain`: the facade gives that name to the function
 explaining: Any = importlib.import_module("ddpopt.explanation.explain")

@@ -14,7 +14,7 @@ from ddpopt.tuning.comparing import Row, Tuned, gain_of
 from ddpopt.tuning.records import Gradient, Link, Profile
 from ddpopt.tuning.simulate import simulate
 from ddpopt.tuning.tune import plan_of, tune
-from tests.commands import run
+from tests.support.commands import run
 
 SPECS = [ParamSpec(f"p{index}", 1 << 20, "float32", "cpu") for index in range(4)]
 PROFILE = Profile(tuple(Gradient(s, 0.01) for s in SPECS), 0.01, 0.02, 0.01, "inline", 2, {})

@@ -17,8 +17,8 @@ from ddpopt.gate.baseline import Baseline, Measuring, release_of, write
 from ddpopt.ranks.pool import Pool
 from ddpopt.testing.drawn import DrawnModel, step
 from ddpopt.tuning.records import Link
-from tests.commands import run
-from tests.unit.gate_figures import FIGURES
+from tests.support.commands import run
+from tests.support.gate_figures import FIGURES
 
 FAILURE = FailureSignature("error", "KeyError", "graph.py in find")
 CASE = FoundCase(DrawnModel((step("linear"),)), "torch", Setting(), FAILURE)

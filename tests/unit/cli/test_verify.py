@@ -15,8 +15,8 @@ from ddpopt.judge.training.options import OPTIONS
 from ddpopt.judge.trials.on_rank import Request, Settings
 from ddpopt.judge.trials.runner import is_first
 from ddpopt.judge.verdict import Location, Verdict
-from tests.commands import run, run_where_no_file_can_be_written
-from tests.unit.verdicts import verdict, wrong_trial
+from tests.support.commands import run, run_where_no_file_can_be_written
+from tests.support.verdicts import verdict, wrong_trial
 
 
 def test_a_process_that_others_than_torchrun_number_writes_reports(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ddpopt.ddp.agreement import agree, announce, plan_difference, same_buckets
 from ddpopt.errors import InfrastructureError
 from ddpopt.planning.plan import Bucket, Plan
-from tests.refusals import refusal
+from tests.support.refusals import refusal
 
 c10d: Any = dist  # torch does not mark its re-exports
 Members = Callable[[int], list[Any]]

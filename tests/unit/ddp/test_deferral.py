@@ -12,7 +12,7 @@ from ddpopt.ddp.impose import impose, imposed_plan
 from ddpopt.dynamo.quiet import gc_paused
 from ddpopt.errors import PlanMismatchError
 from ddpopt.planning.plan import Plan
-from tests.multigpu.models import arbitrary_plan, step, towers
+from tests.support.models import arbitrary_plan, step, towers
 
 pytestmark = pytest.mark.usefixtures("one_rank_group")
 

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpopt.ddp.fit import ddp_module, require_between_iterations, require_fit
 from ddpopt.errors import DdpoptError, PlanMismatchError, UsageError
 from ddpopt.planning.plan import Bucket, Plan
-from tests.multigpu.models import arbitrary_plan
+from tests.support.models import arbitrary_plan
 
 pytestmark = pytest.mark.usefixtures("one_rank_group")
 

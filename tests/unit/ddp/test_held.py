@@ -16,10 +16,10 @@ from ddpopt.ddp.held import as_built, held_parameters
 from ddpopt.ddp.impose import impose
 from ddpopt.ddp.specs import specs_from_ddp
 from ddpopt.errors import UnsupportedError
-from tests.multigpu.models import changing, same
-from tests.multigpu.turns import in_turn
-from tests.refusals import refusal
-from tests.unit.rehearsing import Linears
+from tests.support.models import changing, same
+from tests.support.refusals import refusal
+from tests.support.rehearsing import Linears
+from tests.support.turns import in_turn
 
 pytestmark = pytest.mark.usefixtures("one_rank_group", "fresh_dynamo")
 WIDTH = 16

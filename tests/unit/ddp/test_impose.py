@@ -12,7 +12,7 @@ from ddpopt.ddp.deferral import defer
 from ddpopt.ddp.impose import impose, imposed_plan
 from ddpopt.errors import PlanMismatchError, UsageError
 from ddpopt.planning.plan import Plan
-from tests.multigpu.models import arbitrary_plan, gradients_of, same, step, towers
+from tests.support.models import arbitrary_plan, gradients_of, same, step, towers
 
 pytestmark = pytest.mark.usefixtures("one_rank_group")
 c10d: Any = dist  # torch does not mark its re-exports

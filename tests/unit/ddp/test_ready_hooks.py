@@ -16,9 +16,9 @@ import ddpopt
 from ddpopt.ddp.impose import impose
 from ddpopt.ddp.ready_hooks import ReadyHooks, ready_hooks
 from ddpopt.errors import HandOverError
-from tests.multigpu.models import Tower, arbitrary_plan, changing, gradients_of, hook_that_sees, same
-from tests.multigpu.turns import in_turn
-from tests.refusals import refusal
+from tests.support.models import Tower, arbitrary_plan, changing, gradients_of, hook_that_sees, same
+from tests.support.refusals import refusal
+from tests.support.turns import in_turn
 
 pytestmark = pytest.mark.usefixtures("alone")
 NAME = "layers.1.weight"

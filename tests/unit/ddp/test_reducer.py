@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.ddp.reducer import PlannedReducer, _reducer_arguments, install
 from ddpopt.planning.limits import DDP_ARGUMENTS
-from tests.multigpu.models import arbitrary_plan, changing, step, towers
+from tests.support.models import arbitrary_plan, changing, step, towers
 
 pytestmark = pytest.mark.usefixtures("one_rank_group")
 

@@ -13,7 +13,7 @@ import ddpopt
 from ddpopt.ddp.held import planned_reducer
 from ddpopt.ddp.impose import impose
 from ddpopt.ddp.state import ModuleState, state_of
-from tests.multigpu.models import arbitrary_plan, step, towers
+from tests.support.models import arbitrary_plan, step, towers
 
 pytestmark = pytest.mark.usefixtures("one_rank_group")
 

@@ -36,11 +36,11 @@ from ddpopt.observation.observe import observe
 from ddpopt.planning.plan import Plan, Strategy
 from ddpopt.split.partition import partition
 from ddpopt.testing import drawn
-from tests.multigpu.models import averaged, changing
-from tests.multigpu.turns import in_turn
-from tests.refusals import refusal
-from tests.unit.rehearsing import Broken, Linears, params
-from tests.unit.tracing import Recorder
+from tests.support.models import averaged, changing
+from tests.support.refusals import refusal
+from tests.support.rehearsing import Broken, Linears, params
+from tests.support.tracing import Recorder
+from tests.support.turns import in_turn
 
 pytestmark = pytest.mark.usefixtures("one_rank_group", "fresh_dynamo")
 WIDTH = 16

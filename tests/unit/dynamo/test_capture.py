@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from ddpopt.planning.plan import Plan
-from tests.refusals import refusal
-from tests.unit.rehearsing import Broken, rows
+from tests.support.refusals import refusal
+from tests.support.rehearsing import Broken, rows
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 WIDTH = 128

@@ -10,8 +10,8 @@ from ddpopt.ddp.specs import limits_of, specs_by_id
 from ddpopt.dynamo.model_graphs import ModelGraphs, plan_for_reducer
 from ddpopt.observation.reducer_buckets import running_buckets
 from ddpopt.planning.plan import Plan
-from tests.unit.rehearsing import WIDTH, Linears, rows
-from tests.unit.tracing import Traced, trace_all
+from tests.support.rehearsing import WIDTH, Linears, rows
+from tests.support.tracing import Traced, trace_all
 
 pytestmark = [
     pytest.mark.usefixtures("one_rank_group", "fresh_dynamo"),

@@ -19,8 +19,8 @@ from ddpopt.planning.plan import Plan
 from ddpopt.tuning.records import Gradient, Link, Profile
 from ddpopt.tuning.simulate import simulate
 from ddpopt.tuning.tune import plan_of
-from tests.refusals import refusal
-from tests.unit.rehearsing import Linears, explained, params, rows
+from tests.support.refusals import refusal
+from tests.support.rehearsing import Linears, explained, params, rows
 
 TWO = Tally(2, 2, 0, 1, 0, 0)
 SPLITS: dict[str, tuple[Tally, Tally, str]] = {

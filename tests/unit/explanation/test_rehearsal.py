@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.explanation.explain import explain
 from ddpopt.testing.drawn import DrawnModel, step
-from tests.unit.rehearsing import WIDTH, Linears, params, rows, running_buckets
+from tests.support.rehearsing import WIDTH, Linears, params, rows, running_buckets
 
 pytestmark = pytest.mark.usefixtures("one_rank_group")
 

@@ -6,7 +6,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.dynamo.api import replacing_ddp_optimizer
 from ddpopt.explanation.explain import explain
-from tests.unit.rehearsing import Linears, params, rows, running_buckets
+from tests.support.rehearsing import Linears, params, rows, running_buckets
 
 pytestmark = pytest.mark.usefixtures("one_rank_group")
 

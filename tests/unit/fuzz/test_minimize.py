@@ -17,7 +17,7 @@ from ddpopt.fuzz.scripting import script_of
 from ddpopt.fuzz.signatures import FailureSignature
 from ddpopt.fuzz.text import minimized_lines
 from ddpopt.testing.drawn import DrawnModel, step
-from tests.refusals import refusal
+from tests.support.refusals import refusal
 
 FAILURE = FailureSignature("error", "KeyError", "graph.py in find")
 OTHER = FailureSignature("error", "IndexError", "graph.py in find")

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from ddpopt.gate.baseline import Baseline, Measuring, named, read, write
-from tests.refusals import refusal
-from tests.unit.gate_figures import CASE, FIGURES
+from tests.support.gate_figures import CASE, FIGURES
+from tests.support.refusals import refusal
 
 BASELINE = Baseline(Measuring(("gpt", "tied"))).with_figures("torch 2.13", FIGURES)
 OWN = Path(__file__).parents[3] / "ci" / "baseline.json"

@@ -6,7 +6,7 @@ from ddpopt.gate.baseline import Figures
 from ddpopt.gate.comparison import Change, changes
 from ddpopt.gate.figures import failures
 from ddpopt.judge.verdict import Status
-from tests.unit.gate_figures import CASE, FIGURES, MODE, PLAN, comparison
+from tests.support.gate_figures import CASE, FIGURES, MODE, PLAN, comparison
 
 GRAPH = Change("gpt", "ddpopt-inline", "graphs", "1", "2")
 

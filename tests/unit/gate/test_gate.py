@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from ddpopt.gate.baseline import Baseline, Figures, Measuring, read, release_of, write
-from tests.commands import run, run_where_no_file_can_be_written
-from tests.unit.gate_figures import CASE, FIGURES, with_mode
+from tests.support.commands import run, run_where_no_file_can_be_written
+from tests.support.gate_figures import CASE, FIGURES, with_mode
 
 HERE = release_of(torch.__version__)
 SETTINGS = Measuring(("gpt", "tied"), modes=("ddpopt-inline",))

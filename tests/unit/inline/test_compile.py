@@ -22,9 +22,9 @@ from ddpopt.inline.why_not import why_not_inline
 from ddpopt.planning.bucket_rule import ParamSpec
 from ddpopt.planning.facts import GraphFacts, ParamUse
 from ddpopt.planning.plan import Bucket, Strategy
-from tests.multigpu.models import gradients_of, same
-from tests.unit.rehearsing import Linears
-from tests.unit.tracing import Recorder, written
+from tests.support.models import gradients_of, same
+from tests.support.rehearsing import Linears
+from tests.support.tracing import Recorder, written
 
 pytestmark = pytest.mark.usefixtures("one_rank_group", "fresh_dynamo")
 

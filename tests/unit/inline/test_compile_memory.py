@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from benchmarks.step_rank import peak_bytes
-from tests.unit.rehearsing import Linears
+from tests.support.rehearsing import Linears
 
 pytestmark = pytest.mark.usefixtures("one_rank_group", "fresh_dynamo")
 

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ddpopt.dynamo.quiet import gc_paused
 from ddpopt.testing.drawn import DrawnModel, Step, step
-from tests.multigpu.models import hand_overs
-from tests.unit.inline_twins import ALL, LAYER_MB, WIDTH, Act, Net, Twins, backward, loss, rows, train
+from tests.support.inline_twins import ALL, LAYER_MB, WIDTH, Act, Net, Twins, backward, loss, rows, train
+from tests.support.models import hand_overs
 
 STEPS = 3
 TINY_MB = 1e-6

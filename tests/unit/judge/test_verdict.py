@@ -8,8 +8,8 @@ import pytest
 
 from ddpopt.errors import InfrastructureError, VerificationError
 from ddpopt.judge.verdict import Measured, Trial, Verdict
-from tests.refusals import refusal
-from tests.unit.verdicts import all_kinds, broken_trial, impossible_trial, ok_trial, verdict, wrong_trial
+from tests.support.refusals import refusal
+from tests.support.verdicts import all_kinds, broken_trial, impossible_trial, ok_trial, verdict, wrong_trial
 
 
 @pytest.mark.parametrize(

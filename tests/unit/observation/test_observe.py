@@ -22,8 +22,8 @@ from ddpopt.observation.reducer_buckets import running_buckets
 from ddpopt.planning.plan import Plan
 from ddpopt.testing.drawn import DrawnModel, step
 from ddpopt.tuning.observed import record
-from tests.multigpu.models import arbitrary_plan, changing, plan_of
-from tests.unit.tracing import Recorder
+from tests.support.models import arbitrary_plan, changing, plan_of
+from tests.support.tracing import Recorder
 
 c10d: Any = dist  # torch does not mark its re-exports
 

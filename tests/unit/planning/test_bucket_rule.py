@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from ddpopt.ddp.specs import specs_from_ddp, specs_from_module
 from ddpopt.planning.limits import BucketConfig
 from ddpopt.testing.drawn import DrawnModel, step
-from tests.unit.rehearsing import assert_buckets_as_predicted
+from tests.support.rehearsing import assert_buckets_as_predicted
 
 WIDTH = 256  # a weight of 256 KiB and a bias of 1 KiB
 KIB = 2**10

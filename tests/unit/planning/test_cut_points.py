@@ -14,7 +14,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from ddpopt.graph.nodes import body_nodes
 from ddpopt.planning.cut_points import blocked_positions
 from ddpopt.planning.facts import gradient_carriers
-from tests.graph_builder import GraphBuilder
+from tests.support.graph_builder import GraphBuilder
 
 Program = Callable[[Tensor, Tensor, nn.Parameter], Any]
 TRANSFORM = "inside a functorch transform"

@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ddpopt.planning.bucket_rule import ParamSpec
 from ddpopt.planning.facts import collect, gradient_carriers, parameter_sources
-from tests.graph_builder import GraphBuilder
-from tests.unit.tracing import Traced, parameter_names, trace
+from tests.support.graph_builder import GraphBuilder
+from tests.support.tracing import Traced, parameter_names, trace
 
 Forward = Callable[["Weights", Tensor], Tensor]
 

@@ -13,7 +13,7 @@ from ddpopt.ddp.specs import limits_of, specs_from_module
 from ddpopt.errors import UsageError
 from ddpopt.planning.bucket_rule import initial_buckets, rebuilt_buckets
 from ddpopt.planning.limits import BucketConfig
-from tests.refusals import refusal
+from tests.support.refusals import refusal
 
 
 def test_the_environment_asks_for_a_small_last_bucket_with_1_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ddpopt.planning.plan import Bucket, Cut, Plan, Segment
-from tests.refusals import refusal
+from tests.support.refusals import refusal
 
 PLAN = Plan(
     buckets=(

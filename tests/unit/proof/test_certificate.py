@@ -16,11 +16,11 @@ from ddpopt.planning.plan import Plan
 from ddpopt.planning.planner import plan_for_buckets, plan_graph, plan_whole
 from ddpopt.proof.certificate import INVARIANTS, certify
 from ddpopt.split.partition import partition
-from tests import mutants
-from tests.mutants import MUTANTS, PLAN_MUTANTS, Edits, Mutant, copy_left_out, input_returned, through
-from tests.unit.effects import Effects
-from tests.unit.snippets import SNIPPETS
-from tests.unit.tracing import Traced, cut_before, parameter_names, trace
+from tests.support import mutants
+from tests.support.effects import Effects
+from tests.support.mutants import MUTANTS, PLAN_MUTANTS, Edits, Mutant, copy_left_out, input_returned, through
+from tests.support.snippets import SNIPPETS
+from tests.support.tracing import Traced, cut_before, parameter_names, trace
 
 PROGRAMS = (
     "nested_autocast", "grad_mode_spans", "views_without_grad", "outputs_without_grad", "dynamic_float",

@@ -10,7 +10,7 @@ from ddpopt.judge.verdict import Finding, Status, Trial
 from tests.selftest.faults import DEADLY, FAULTS, Fault
 from tests.selftest.sites import NotInjected
 from tests.selftest.trials import found_out
-from tests.unit.verdicts import broken_trial, impossible_trial, ok_trial
+from tests.support.verdicts import broken_trial, impossible_trial, ok_trial
 
 
 def fault_of(name: str) -> Fault:

@@ -11,10 +11,10 @@ from ddpopt.planning.cut_points import blocked_positions
 from ddpopt.planning.facts import gradient_carriers
 from ddpopt.proof.certificate import certify
 from ddpopt.split.partition import partition
-from tests.graph_builder import GraphBuilder
-from tests.unit.effects import Effects
-from tests.unit.snippets import SNIPPETS
-from tests.unit.tracing import Traced, cut_before, trace_all
+from tests.support.effects import Effects
+from tests.support.graph_builder import GraphBuilder
+from tests.support.snippets import SNIPPETS
+from tests.support.tracing import Traced, cut_before, trace_all
 
 
 def possible_cuts(gm: fx.GraphModule) -> list[str]:

@@ -11,8 +11,8 @@ from torch._guards import TracingContext
 from ddpopt.graph.nodes import CompilerFn, body_nodes
 from ddpopt.split.partition import partition
 from ddpopt.split.segments import compile_segments, own_tracing_context
-from tests.graph_builder import GraphBuilder, SmallGraph
-from tests.unit.tracing import Recorder, cut_before
+from tests.support.graph_builder import GraphBuilder, SmallGraph
+from tests.support.tracing import Recorder, cut_before
 
 
 def layers(*widths: int) -> SmallGraph:

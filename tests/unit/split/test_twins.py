@@ -12,8 +12,8 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ddpopt.split.twins import signature
-from tests.graph_builder import GraphBuilder, SmallGraph
-from tests.unit.tracing import trace
+from tests.support.graph_builder import GraphBuilder, SmallGraph
+from tests.support.tracing import trace
 
 
 def of(graph: SmallGraph) -> object:

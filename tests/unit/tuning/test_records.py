@@ -19,7 +19,7 @@ from ddpopt.planning.stored import Stored
 from ddpopt.tuning.records import Gradient, Link, Profile
 from ddpopt.tuning.simulate import simulate
 from ddpopt.tuning.tune import plan_of, tune
-from tests.refusals import refusal
+from tests.support.refusals import refusal
 
 GRADIENT = Gradient(ParamSpec("p", 4, "float32", "cpu"), 0.1)
 PROFILE = Profile((GRADIENT,), 1.0, 2.0, 3.0, "inline", 2, {"torch": str(torch.__version__)})

@@ -15,7 +15,7 @@ from ddpopt.judge.trials.runner import to_locate
 from ddpopt.judge.verdict import Finding, Rung, Status, Trial, Verdict
 from ddpopt.ranks.failures import RankFailure
 
-MODULE = "tests.unit.miscompiled"
+MODULE = "tests.support.miscompiled"
 
 
 def wrong(mode: str, backend: str) -> Trial:

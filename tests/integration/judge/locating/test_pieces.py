@@ -10,7 +10,7 @@ from torch._dynamo import compiled_autograd, lookup_backend
 
 from ddpopt.graph.nodes import body_nodes
 from ddpopt.judge.locating.pieces import NOTHING, ChosenPieces
-from tests.unit.miscompiled import Stages
+from tests.support.miscompiled import Stages
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

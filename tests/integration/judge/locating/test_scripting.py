@@ -7,7 +7,7 @@ import pytest
 
 from ddpopt.judge.locating.rungs import Known, Question, Stage, Symptom
 from ddpopt.judge.locating.scripting import script_of, shows
-from tests.unit import miscompiled
+from tests.support import miscompiled
 
 MODULE = miscompiled.__name__  # which registers its backends
 NUMBERS = Symptom("numbers")

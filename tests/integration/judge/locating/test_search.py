@@ -11,7 +11,7 @@ from ddpopt.judge.locating.rungs import Known, Question, Stage, Symptom, Try
 from ddpopt.judge.locating.search import EARLY, search
 from ddpopt.ranks.group import joined
 
-MODULE = "tests.unit.miscompiled"
+MODULE = "tests.support.miscompiled"
 
 pytestmark = pytest.mark.usefixtures("one_rank_group", "fresh_dynamo")
 

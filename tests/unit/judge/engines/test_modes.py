@@ -11,7 +11,7 @@ from ddpopt.judge.engines.modes import MODES
 from ddpopt.judge.training.options import OPTIONS
 from ddpopt.judge.trials.runner import verify
 from ddpopt.testing import Engine
-from tests.refusals import refusal
+from tests.support.refusals import refusal
 
 HERE = "tests.selftest.engines"
 

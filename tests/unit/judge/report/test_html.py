@@ -10,7 +10,7 @@ import pytest
 from ddpopt.judge.report.html import html_page
 from ddpopt.judge.report.wording import WORDS, headline
 from ddpopt.judge.verdict import Finding, Location, Measured, Rung, SeenBucket, Status, Trial, Verdict
-from tests.unit.verdicts import CASES, EVERY, impossible_trial, matrix, verdict
+from tests.support.verdicts import CASES, EVERY, impossible_trial, matrix, verdict
 
 VOID = {"meta", "input", "br", "link", "img"}
 NASTY = (

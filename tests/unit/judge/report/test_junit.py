@@ -7,8 +7,8 @@ from junitparser import Error, Failure, JUnitXml, Skipped, TestSuite
 from ddpopt.judge.report.junit import junit_xml
 from ddpopt.judge.report.wording import sentence
 from ddpopt.judge.verdict import Verdict
-from tests.unit import verdicts
-from tests.unit.verdicts import broken_trial, impossible_trial, verdict, wrong_trial
+from tests.support import verdicts
+from tests.support.verdicts import broken_trial, impossible_trial, verdict, wrong_trial
 
 
 def suites(made: Verdict) -> list[TestSuite]:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from ddpopt.judge.report.matrix import overview
-from tests.unit.verdicts import broken_trial, verdict, wrong_trial
+from tests.support.verdicts import broken_trial, verdict, wrong_trial
 
 
 def test_reasons_that_differ_in_a_number_or_an_address_are_one() -> None:

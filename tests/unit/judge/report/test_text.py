@@ -12,7 +12,7 @@ from ddpopt.judge.report.text import AT_MOST, LINES, verdict_text
 from ddpopt.judge.report.wording import headline, outcome, worst_first
 from ddpopt.judge.verdict import Location, Measured, Verdict
 from ddpopt.terminal.tables import WIDTH
-from tests.unit.verdicts import EVERY, all_kinds, broken_trial, location, ok_trial, verdict, wrong_trial
+from tests.support.verdicts import EVERY, all_kinds, broken_trial, location, ok_trial, verdict, wrong_trial
 
 
 def test_one_wrong_trial_says_what_and_where() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 import ddpopt
-from tests.refusals import refusal
+from tests.support.refusals import refusal
 
 
 @pytest.mark.parametrize(

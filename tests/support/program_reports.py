@@ -1,7 +1,7 @@
 """Public reports about programs: a model and the step around it.
 
-``tests/data/reports.json`` has an object for each; ``python -m tests.program_reports`` writes the text of
-docs/program_reports.md.
+``tests/data/reports.json`` has an object for each. ``python -m tests.support.program_reports`` writes
+the text of docs/program_reports.md.
 """
 
 import json
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from tests.reports import link
+from tests.support.reports import link
 
 MODES = ("whole", "torch", "inline", "split", "step")
 HEAD = """\
@@ -19,8 +19,8 @@ HEAD = """\
 Each row has issues in pytorch/pytorch about one kind of program, and how each mode trains it on two ranks, \
 compared with eager DDP: *bitwise* equal, equal up to *rounding*, *refused*, or with an error. *whole* is \
 one graph without an optimizer, *torch* is torch 2.13's DDPOptimizer, *inline*, *split* and *step* are \
-ddpopt. `python -m tests.program_reports` writes this page from `tests/data/reports.json`; a test holds \
-every outcome. [Reports with a case of the corpus](reports.md) have their own page.
+ddpopt. `python -m tests.support.program_reports` writes this page from `tests/data/reports.json`; a test \
+holds every outcome. [Reports with a case of the corpus](reports.md) have their own page.
 
 | reports, program | about | whole | torch | inline | split | step |
 |---|---|---|---|---|---|---|
@@ -33,7 +33,7 @@ class ReportedProgram:
 
     Attributes:
         numbers: of the issues in pytorch/pytorch.
-        program: name in `tests.multigpu.programs.PROGRAMS`.
+        program: name in `tests.support.programs.PROGRAMS`.
         upstream: what they are about.
         outcomes: by mode, ``"bitwise"`` as eager DDP, ``"rounding"``, ``"refused"`` or ``"raises ..."``.
         note: why an outcome is not that of eager; empty if all are.
@@ -55,7 +55,7 @@ class ReportedProgram:
 @cache
 def reported_programs() -> tuple[ReportedProgram, ...]:
     """The reports about programs, in the order of the file."""
-    rows = json.loads((Path(__file__).parent / "data" / "reports.json").read_text(encoding="utf-8"))
+    rows = json.loads((Path(__file__).parents[1] / "data" / "reports.json").read_text(encoding="utf-8"))
     of_programs = [row for row in rows if "program" in row]
     return tuple(ReportedProgram(**{**row, "numbers": tuple(row["numbers"])}) for row in of_programs)
 

@@ -12,7 +12,7 @@ from ddpopt.cases.case import Case
 from ddpopt.ddp.impose import imposed_plan
 from ddpopt.planning.plan import Strategy
 from ddpopt.ranks.group import Ranks
-from tests.multigpu.models import hook_that_sees, roundings
+from tests.support.models import hook_that_sees, roundings
 
 STRATEGIES: tuple[Strategy, ...] = ("split", "inline")
 RANKS_MATTER = (

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import fx
 
-from tests.graph_builder import GraphBuilder
+from tests.support.graph_builder import GraphBuilder
 
 
 class Sketch:

@@ -9,9 +9,9 @@ from ddpopt.planning.limits import BucketConfig
 from ddpopt.planning.plan import Plan
 from ddpopt.proof.certificate import certify
 from ddpopt.split.partition import partition
-from tests.graph_builder import SmallGraph, real_inputs
-from tests.unit.effects import Effects
-from tests.unit.tracing import cut_before, parameter_names
+from tests.support.effects import Effects
+from tests.support.graph_builder import SmallGraph, real_inputs
+from tests.support.tracing import cut_before, parameter_names
 
 
 def small_configs() -> st.SearchStrategy[BucketConfig]:

@@ -14,8 +14,8 @@ from torch import fx
 
 from ddpopt.planning.bucket_rule import ParamSpec
 from ddpopt.planning.limits import BucketConfig
-from tests.graph_builder import GraphBuilder, SmallGraph
-from tests.property.graph_steps import OUTPUTS, STEPS, Sketch
+from tests.support.graph_builder import GraphBuilder, SmallGraph
+from tests.support.graph_steps import OUTPUTS, STEPS, Sketch
 
 # Small ones; and where sums of sizes meet the caps below, with their neighbors.
 _ELEMENTS = (0, 1, 2, 3, 255, 256, *(k * 2**16 + off for k in (1, 2, 3, 4, 8, 20) for off in (-1, 0, 1)))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from tests.unit.snippets import copied
+from tests.support.snippets import copied
 
 
 class Effects:

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 import ddpopt
-from tests.multigpu.models import gradients_of, hand_overs, same
+from tests.support.models import gradients_of, hand_overs, same
 
 WIDTH = 8
 LAYERS = 3

@@ -1,7 +1,7 @@
 """Public reports against PyTorch that cases of the corpus reproduce, and the page that lists them.
 
-``tests/data/reports.json`` has one object for each; ``python -m tests.reports > docs/reports.md`` writes the
-page. ``torch_says`` is what was measured with torch 2.13, never what was expected.
+``tests/data/reports.json`` has one object for each; ``python -m tests.support.reports > docs/reports.md``
+writes the page. ``torch_says`` is what was measured with torch 2.13, never what was expected.
 """
 
 import json
@@ -32,7 +32,7 @@ HEAD = """\
 Each row is an issue or pull request in pytorch/pytorch, and the case of the corpus that reproduces it on \
 CPU and gloo. **wrong** means that the case still fails or loses its overlap with torch 2.13's optimizer. \
 ddpopt is right on all of them; the last column says what the multi-rank tests check besides gradients. \
-`python -m tests.reports` writes this page from `tests/data/reports.json`. \
+`python -m tests.support.reports` writes this page from `tests/data/reports.json`. \
 [Programs](program_reports.md) around DDP \
 and [other engines](engine_reports.md) have their own pages.
 
@@ -53,7 +53,7 @@ class Report:
         case: name of the case.
         upstream: one sentence: what went wrong there, or what was done about it.
         torch_passes: whether torch 2.13's own optimizer does what the report asks for.
-        torch_says: what it does with the case, as `tests.multigpu.reported.sentence` puts it.
+        torch_says: what it does with the case, as `tests.support.reported.sentence` puts it.
         asks: of `ANSWERS`.
         nearest: how the case differs from the report, where that cannot run on CPU and gloo; else empty.
         backend: Dynamo backend under which torch and ddpopt are judged.
@@ -93,7 +93,7 @@ class Report:
 @cache
 def reported_cases() -> tuple[tuple[Case, Report], ...]:
     """The cases that stem from a report, with it, by its number."""
-    rows = json.loads((Path(__file__).parent / "data" / "reports.json").read_text(encoding="utf-8"))
+    rows = json.loads((Path(__file__).parents[1] / "data" / "reports.json").read_text(encoding="utf-8"))
     of_cases = [row for row in rows if "case" in row]
     reports = [Report(**{**row, "asks": tuple(row.get("asks", ()))}) for row in of_cases]
     return tuple((corpus.case(report.case), report) for report in reports)

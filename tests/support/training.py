@@ -1,5 +1,6 @@
 """Ways to use DDP, and a training loop that runs each of them: what two runs must agree on."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +10,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.ranks.group import Ranks
-from tests.multigpu.models import Gradients, Tower, gradients_of, same
+from tests.support.models import Gradients, Tower, gradients_of, hook_that_sees, same
 
 STEPS = 4
 Buckets = list[tuple[str, ...]]
@@ -117,3 +118,18 @@ def train(ddp: Any, setting: Setting, ranks: Ranks, seen: list[Buckets]) -> list
 def alike(ranks: Ranks, left: list[Gradients], right: list[Gradients], rounding: float = 1e-5) -> bool:
     """Whether two runs agree: bitwise on two ranks, where a sum has but one order; else within rounding."""
     return same(left, right, 0.0 if ranks.size <= 2 else rounding)
+
+
+def watch(ddp: DistributedDataParallel, seen: list[Buckets]) -> None:
+    """Note the parameters of each bucket that is reduced."""
+    ddp.register_comm_hook(None, hook_that_sees(ddp, lambda params: seen[-1].append(params)))
+
+
+def raised(action: Callable[[], object]) -> tuple[str, str, float]:
+    """Name and text of the error that an action raises, if any, and the seconds until then."""
+    start = time.monotonic()
+    try:
+        action()
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - start
+    return "", "", time.monotonic() - start

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddpopt.cases.case import Case
 from ddpopt.ranks.group import Ranks
-from tests.multigpu.models import averaged, roundings
-from tests.reports import Report
+from tests.support.models import averaged, roundings
+from tests.support.reports import Report
 
 STEPS = 4
 # torch's optimizer fails at any smaller cap, whatever the model; that has a case of its own.
