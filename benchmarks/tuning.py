@@ -19,6 +19,7 @@ from functools import partial
 from itertools import product
 from statistics import quantiles
 
+import ddpopt
 from benchmarks import report
 from benchmarks.network import two_hosts
 from benchmarks.step import on_hosts
@@ -88,7 +89,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for rate, model, strategy in product(asked.rate, asked.models, asked.strategy):
             with two_hosts(rate) as network:
                 where = f"{model}, {strategy}, {network.description}"
-                task = tuned_on, case_of(model), (strategy, asked.backend), None, CAPS
+                wrap = None if strategy == "eager" else partial(ddpopt.compile, backend=asked.backend)
+                task = tuned_on, case_of(model), strategy, wrap, None, CAPS
                 found[where] = on_hosts(network, "gloo", lambda _: None, *task)
             grids.append(grid(where, found[where]))
             report.show_grid(console, grids[-1])

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ddpopt.ddp.impose import impose as impose
+    from ddpopt.dynamo.api import compile as compile
     from ddpopt.dynamo.api import replacing_ddp_optimizer as replacing_ddp_optimizer
     from ddpopt.dynamo.backend import DdpoptBackend as DdpoptBackend
     from ddpopt.dynamo.capture import plan as plan
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from ddpopt.observation.observe import observe as observe
     from ddpopt.planning.plan import Plan as Plan
     from ddpopt.step.api import train_step as train_step
-    from ddpopt.tuning.compiling import compile as compile
 
 __version__ = "0.1.0"
 
@@ -30,7 +30,7 @@ _HOMES = {
     "Explanation": "explanation.result",
     "Plan": "planning.plan",
     "Verdict": "judge.verdict",
-    "compile": "tuning.compiling",
+    "compile": "dynamo.api",
     "explain": "explanation.explain",
     "impose": "ddp.impose",
     "observe": "observation.observe",

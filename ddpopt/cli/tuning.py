@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from ddpopt.dynamo.api import compile
 from ddpopt.dynamo.backends import backend_of
 from ddpopt.errors import UsageError
 from ddpopt.judge.engines.names import named
@@ -50,11 +51,14 @@ def tune(
         UsageError: an argument or the case cannot be used.
         InfrastructureError: a rank failed.
     """
-    strategy, backend = named(how[0], comparing.STRATEGIES, "--mode"), backend_of(how[1])
+    mode, backend = how
+    strategy = named(mode, comparing.STRATEGIES, "--mode")
+    compiled = partial(compile, backend=backend_of(backend))
     stored = None if link is None else Link.from_file("--link", link)
     here = int(os.environ["WORLD_SIZE"]) if under_torchrun() else ranks[0]
     sizes = scale.world_sizes(world_size, stored.world_size if stored else here)
-    task = comparing.tuned_on, case, (strategy, backend), stored, (), most_mb * MIB
+    wrap = None if strategy == "eager" else compiled
+    task = comparing.tuned_on, case, strategy, wrap, stored, (), most_mb * MIB
     found: comparing.Tuned | None = _measured(*ranks, *task)
     if found is None:
         return

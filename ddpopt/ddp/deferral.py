@@ -34,6 +34,7 @@ from ddpopt.ddp.agreement import exchange_plans, plan_difference, same_buckets
 from ddpopt.ddp.fit import ACCUMULATES, accumulates, ddp_module, require_fit
 from ddpopt.ddp.held import as_built, running_reducer
 from ddpopt.ddp.reducer import WatchedLogger, install, outside_dynamo
+from ddpopt.ddp.runtime_log import FORWARD_BEGINS, HOOK_REGISTERED, JOIN_BEGINS
 from ddpopt.ddp.state import state_of
 from ddpopt.errors import NoAnswerError, UnsupportedError
 from ddpopt.graph.artifacts import show
@@ -79,14 +80,6 @@ def pending(ddp: Any) -> "Deferral | None":
     deferral: Deferral | None = state_of(ddp).deferral
     # DDP replaces its logger together with its reducer
     return deferral if deferral is not None and ddp.logger is deferral.watched else None
-
-
-def watchers(ddp: Any) -> Iterator[Any]:
-    """Who watches the module's logger."""
-    logger = ddp.logger
-    while isinstance(logger, WatchedLogger):
-        yield logger.watcher
-        logger = logger.logger
 
 
 def watch(ddp: Any, watcher: Any) -> None:
@@ -169,9 +162,9 @@ class Deferral:
 
     def called(self, name: str) -> None:
         """See from a call of the logger what begins."""
-        if name in ("set_runtime_stats_and_log", "_set_uneven_input_join"):
-            self.arm()  # a forward that will be synchronized, or join()
-        elif name == "_set_comm_hook_name":
+        if name in (FORWARD_BEGINS, JOIN_BEGINS):
+            self.arm()
+        elif name == HOOK_REGISTERED:
             ddp: Any = self.ddp()
             ddp.reducer = self.reducer  # until the next forward
 

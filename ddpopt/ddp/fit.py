@@ -13,14 +13,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.ddp.engine import NO_TASK, task_id
+from ddpopt.ddp.runtime_log import log_of_this_iteration
 from ddpopt.ddp.specs import specs_from_ddp
 from ddpopt.errors import PlanMismatchError, UnsupportedError, UsageError, numbered
 from ddpopt.planning.bucket_rule import ParamSpec
 from ddpopt.planning.plan import Bucket, Plan
 
 SHOWN_PROBLEMS = 20
-# kDDPRuntimeLoggingSampleRate of torch/csrc/distributed/c10d/reducer.hpp of torch.
-DEFAULT_SAMPLE_RATE = 100
 
 
 def ddp_within(module: Any) -> DistributedDataParallel:
@@ -132,14 +131,10 @@ def accumulates(ddp: Any) -> bool:
 
 
 def _awaits_backward(ddp: Any) -> bool:
-    # DDP has no such flag, but its log counts the buckets reduced since the last forward. The log is
-    # written for the first ten iterations and then sampled, so request every iteration.
-    ddp.reducer._set_ddp_runtime_logging_sample_rate(1)
-    ddp.logger.set_runtime_stats_and_log()
-    ddp.reducer._set_ddp_runtime_logging_sample_rate(DEFAULT_SAMPLE_RATE)
-    noted = ddp._get_ddp_logging_data()
+    # DDP has no such flag, but its log counts the buckets reduced since the last forward.
+    log = log_of_this_iteration(ddp)
     # A static graph's first backward is reduced by a node that only forwards before it have.
-    return bool(noted.get("iteration") and (ddp.static_graph or not noted.get("num_buckets_reduced")))
+    return bool(log.get("iteration") and (ddp.static_graph or not log.get("num_buckets_reduced")))
 
 
 def require_fit(ddp: DistributedDataParallel, plan: Plan) -> None:

@@ -9,6 +9,7 @@
 | `step_plan` | `step.train` | `observation`, `explanation` and `judge` |
 | `left_by_steps` | `step.reductions` | `step.reductions` |
 | `graphs`, `backends` | `dynamo.backend` | `dynamo.backend` |
+| `tuning` | `tuning.online` | `tuning.online` |
 
 Invariant: a record dies with its module. It is no attribute of it, so no copy and no pickle has the record.
 """
@@ -36,6 +37,7 @@ class ModuleState:
         left_by_steps: what steps in one graph left in its reducer, which later ones must know.
         graphs: its graphs, as each backend sees them; backends that share them have one key.
         backends: those that have seen the module.
+        tuning: a weak reference to what tunes it while it trains; its logger keeps that alive.
     """
 
     planned: weakref.ReferenceType[Any] | None = None
@@ -46,6 +48,7 @@ class ModuleState:
     left_by_steps: Any = None
     graphs: weakref.WeakKeyDictionary[Any, Any] = field(default_factory=weakref.WeakKeyDictionary)
     backends: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    tuning: weakref.ReferenceType[Any] | None = None
 
 
 _states: weakref.WeakKeyDictionary[DistributedDataParallel, ModuleState] = weakref.WeakKeyDictionary()

@@ -13,9 +13,9 @@ import torch
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-import ddpopt.dynamo.api
 from ddpopt.cases.case import Case
 from ddpopt.doctor.dynamo import Notes, taking_notes
+from ddpopt.dynamo import api
 from ddpopt.explanation.rehearsal import generators_kept
 from ddpopt.judge.rules.failing import in_words
 from ddpopt.observation.reducer_buckets import ObservedBucket, running_buckets
@@ -83,7 +83,7 @@ Wrap = Callable[[DistributedDataParallel, Any], Callable[..., Any]]
 _MODES: dict[str, Wrap] = {
     EAGER: lambda ddp, _: ddp,
     TORCH: lambda ddp, compiler: torch.compile(ddp, backend=compiler),
-    OURS: lambda ddp, compiler: ddpopt.dynamo.api.compile(ddp, backend=compiler),
+    OURS: lambda ddp, compiler: api.compile(ddp, backend=compiler),
 }
 
 

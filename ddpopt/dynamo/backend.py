@@ -39,8 +39,9 @@ from ddpopt.proof.certificate import certify
 from ddpopt.split.partition import partition
 from ddpopt.split.segments import compile_segments
 from ddpopt.torch_private import require_supported
+from ddpopt.tuning.online import tune_while_training
 
-Buckets = Literal["plan", "ddp", "open"]
+Buckets = Literal["plan", "ddp", "open", "auto"]
 NAMED = re.compile("ddpopt(?:_(split|inline))?(?:_(aot_eager|eager))?_backend")
 """Attributes of this module that pyproject.toml registers with Dynamo as ``ddpopt``, ``ddpopt-split``, …"""
 logger = logging.getLogger("ddpopt")
@@ -54,7 +55,8 @@ class DdpoptBackend:
         strategy: as for `ddpopt.compile`.
         buckets: ``"plan"``: the reducer follows ddpopt's plan; ``"ddp"``: the reducer is not changed, and
             gradients leave in its own buckets; ``"open"``: like ``"plan"``, but compiled for any buckets, so
-            that others can be imposed later: gradients are handed over one by one.
+            that others can be imposed later: gradients are handed over one by one; ``"auto"``: like
+            ``"open"``, and the buckets are tuned in the first steps, see `ddpopt.compile`.
         graphs_key: backends with the same key share the known graphs of each DDP module; by default none do.
 
     Raises:
@@ -111,7 +113,7 @@ class DdpoptBackend:
             _say(why)
             return compiler(gm, example_inputs)
         require_compilable(ddp)
-        state_of(ddp).backends.add(self)
+        self.serve(ddp)
         share_reads(gm, example_inputs)
         replayed = _ties_addresses(self.compiler, options)
         with isolated():
@@ -153,7 +155,7 @@ class DdpoptBackend:
 
         Without such a plan it still takes part in the exchange, for which a rank that compiles waits.
         """
-        state_of(ddp).backends.add(self)
+        self.serve(ddp)
         if not self._is_decided(ddp):
             with contextlib.suppress(UnsupportedError):  # DDP keeps its buckets
                 own = ModelGraphs(specs_by_id(ddp), limits_of(ddp))
@@ -161,7 +163,7 @@ class DdpoptBackend:
 
     def _inline(self, planned: Planned, compiler: CompilerFn) -> Callable[..., Any]:
         gm, plan, facts = planned.gm, planned.plan, planned.facts
-        settled = planned.settled and self.buckets != "open"
+        settled = planned.settled and self.buckets not in ("open", "auto")
         alone = settled and not ends_in_break(gm) and not planned.completed
         if len(plan.buckets) == 1 and alone:
             return _compile_whole("it has a single bucket", planned, compiler)
@@ -193,6 +195,12 @@ class DdpoptBackend:
         counts = len(plan.buckets), len(plan.segments), count
         logger.info("ddpopt: %d buckets, %d segments, %d of them distinct", *counts)
         return run
+
+    def serve(self, ddp: DDP) -> None:
+        """Note that this backend compiles for a module, and tune its buckets if that was asked for."""
+        state_of(ddp).backends.add(self)
+        if self.buckets == "auto":
+            tune_while_training(ddp, self.strategy)
 
     def follow(self, ddp: DDP) -> ModelGraphs:
         """Make the reducer of `ddp` follow the plan of the graphs that this backend will see.

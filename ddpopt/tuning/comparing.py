@@ -11,7 +11,7 @@ shorter by more than the noise.
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any, cast
@@ -22,8 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
 from ddpopt.cases.case import Case
+from ddpopt.ddp.runtime_log import log_every_iteration
 from ddpopt.ddp.specs import specs_from_ddp
-from ddpopt.dynamo import api
 from ddpopt.observation.reducer_buckets import running_buckets
 from ddpopt.planning.bucket_rule import own_buckets
 from ddpopt.planning.limits import BucketConfig
@@ -38,6 +38,8 @@ from ddpopt.tuning.tune import plan_of, tune
 
 STRATEGIES = {"ddpopt-inline": "inline", "ddpopt-split": "split", "eager": "eager"}
 """By mode."""
+Compile = Callable[..., Any]
+"""Compiles a DDP module for a strategy and any buckets."""
 CAPS = ("bucket_cap_mb", "bucket_cap_mb_list")
 WARM_UP, PROFILED, PROFILINGS, TURNS, A_TURN = 3, 20, 15, 30, 2
 """Steps until all is compiled; profiled steps, and how often some more are profiled; turns of each plan, and
@@ -176,10 +178,11 @@ def link_on(ranks: Ranks, group: Any = None) -> Link:
     return measure_link(group or dist.group.WORLD, ranks.device)
 
 
-def tuned_on(
+def tuned_on(  # what a user of 'ddpopt tune' chooses
     ranks: Ranks,
     case: Case,
-    how: tuple[Any, Any],
+    strategy: str,
+    compile: Compile | None,
     link: Link | None,
     caps: Sequence[float] = (),
     most_bytes: float = LARGEST,
@@ -189,7 +192,8 @@ def tuned_on(
     Args:
         ranks: the ranks.
         case: what they train.
-        how: the strategy, ``"inline"``, ``"split"``, or ``"eager"`` to compile nothing, and the backend.
+        strategy: ``"inline"``, ``"split"``, or ``"eager"``.
+        compile: `ddpopt.compile` with a backend; None to compile nothing.
         link: a stored link; None to measure it.
         caps: more values of ``bucket_cap_mb`` to compare with.
         most_bytes: as for `tune`.
@@ -199,7 +203,7 @@ def tuned_on(
         RuntimeError: DDP cannot train it; the message is torch's.
     """
     ranks.emit("compiling")
-    trainee = _Trainee(ranks, case, *how)
+    trainee = _Trainee(ranks, case, strategy, compile)
     require_profilable(trainee.watch.ddp)
     trainee.run(trainee.watch.steps(WARM_UP))
 
@@ -289,7 +293,7 @@ class _Trainee:
         watch: of its DDP module.
     """
 
-    def __init__(self, ranks: Ranks, case: Case, strategy: Any, backend: Any) -> None:
+    def __init__(self, ranks: Ranks, case: Case, strategy: str, compile: Compile | None) -> None:
         self._case = case
         self.strategy = strategy
         self.recompiles = strategy == "split"
@@ -301,8 +305,8 @@ class _Trainee:
         )
         self._ddp: Any = DistributedDataParallel(case.model().to(ranks.device), **case.ddp_kwargs)
         self.watch = Watch(self._ddp)
-        if strategy != "eager":
-            self._ddp = api.compile(self._ddp, backend=backend, strategy=strategy, buckets="open")
+        if compile is not None:
+            self._ddp = compile(self._ddp, strategy=strategy, buckets="open")
         self._optimizer = torch.optim.SGD(self._ddp.parameters(), lr=1e-4)
 
     def run(self, course: Course[Value]) -> Value:
@@ -319,7 +323,7 @@ class _Trainee:
         self.use(plan)
         found = []
         for _ in range(steps):
-            self.watch.ddp._set_ddp_runtime_logging_sample_rate(1)
+            log_every_iteration(self.watch.ddp)
             self.step()
             found.append([max(self.watch.ddp.reducer.get_backward_stats()) / 1e9])
         return found

@@ -2,7 +2,7 @@
 
 What is measured is a course: a generator that yields where a step of the training must run, and that may
 change the buckets between two steps. `ddpopt.tuning.comparing` runs a course with steps of its own;
-`ddpopt.tuning.compiling` advances one at each forward of the user's own training.
+`ddpopt.tuning.online` advances one at each forward of the user's own training.
 
 In profiled steps the reducer has a bucket for each gradient, and a hook that notes the time and keeps the
 bucket. When the last one is complete, all are sent, each as it would have been. So these steps train as any
@@ -29,6 +29,7 @@ from ddpopt.ddp.deferral import patience
 from ddpopt.ddp.fit import require_between_iterations
 from ddpopt.ddp.held import planned_reducer
 from ddpopt.ddp.reducer import install
+from ddpopt.ddp.runtime_log import log_every_iteration, log_of_this_iteration
 from ddpopt.ddp.specs import specs_by_id
 from ddpopt.errors import UsageError
 from ddpopt.planning.bucket_rule import ParamSpec
@@ -169,11 +170,11 @@ class Watch:
         """
         yield
         for _ in range(steps):
-            sent, begin = self.hold.sent, now(self.device)
+            sent = self.hold.sent
+            begin = now(self.device)
+            log_every_iteration(self.ddp)
             yield
-            self.ddp._set_ddp_runtime_logging_sample_rate(1)
-            self.ddp.logger.set_runtime_stats_and_log()
-            forward_s = float(self.ddp._get_ddp_logging_data()["forward_compute_time"]) / 1e9
+            forward_s = float(log_of_this_iteration(self.ddp)["forward_compute_time"]) / 1e9
             update_s, *ends = (between(sent, at) for at in (begin, *self.hold.times))
             self._rows.append([update_s, update_s + forward_s, *ends])
         group = self.ddp.process_group

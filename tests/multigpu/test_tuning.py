@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from ddpopt.planning.plan import Plan
 from ddpopt.ranks import pool
 from ddpopt.ranks.failures import RanksFailed
 from ddpopt.ranks.group import Ranks
-from ddpopt.tuning import comparing, compiling, recording
+from ddpopt.tuning import comparing, online, recording
 from ddpopt.tuning.comparing import WARM_UP, tuned_on
 from ddpopt.tuning.records import Gradient, Link, Profile
 from ddpopt.tuning.simulate import simulate
@@ -64,7 +65,7 @@ BY_NIGHT = ("one backward", "more forwards somewhere")
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few steps for each part of the tuning."""
     for key, value in {"WARM_UP": 2, "PROFILED": 2, "MEASURED": 3}.items():
-        monkeypatch.setattr(compiling, key, value)
+        monkeypatch.setattr(online, key, value)
 
 
 @pytest.fixture
@@ -97,7 +98,7 @@ def test_gradients_are_those_of_ddp_while_a_model_is_tuned_and_after_it_went_bac
     best = plan_of(([spec] for spec in reversed(specs_by_id(build(setting, ranks)).values())), "one each")
     chosen: dict[str, Any] = {"WORTH": float("-inf"), "_centre": lambda _: next(times)}
     for key, value in {**chosen, "tune": lambda *_: best}.items():
-        monkeypatch.setattr(compiling, key, value)
+        monkeypatch.setattr(online, key, value)
     _, equal, plans = trained(setting, 7, ranks, *((None, allreduce_hook) if name == "default" else ()))
     assert equal == [True] * 7
     assert best in plans[2:5]
@@ -208,7 +209,7 @@ def train_with(model: Any, event: Any, at: int, ranks: Ranks) -> list[Any]:
 def test_whatever_ends_the_tuning_gradients_are_those_of_ddp_and_the_buckets_are_given_back(
     ranks: Ranks, event: Any, at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiling, "WORTH", float("inf"))
+    monkeypatch.setattr(online, "WORTH", float("inf"))
     monkeypatch.setattr(recording, "patience", lambda _: timedelta(seconds=1))
     torch._dynamo.reset()
     unused = UNUSED if event in (accumulating, replaced) else {}
@@ -218,6 +219,26 @@ def test_whatever_ends_the_tuning_gradients_are_those_of_ddp_and_the_buckets_are
     plan = imposed_plan(tuned)
     assert plan is not None
     assert len(plan.buckets) < len([*tuned.parameters()])
+
+
+@pytest.mark.parametrize("way", ["the backend alone", "instead of torch's optimizer"])
+def test_tuning_begins_however_the_backend_is_chosen(
+    ranks: Ranks, way: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "ddpopt")
+    torch._dynamo.reset()
+    monkeypatch.setattr(online, "WORTH", float("inf"))  # no other buckets are worth a change
+    setting = SETTINGS["default"]
+    eager, tuned = (build(setting, ranks) for _ in range(2))
+    with contextlib.ExitStack() as stack:
+        backend: Any = ddpopt.DdpoptBackend("eager", buckets="auto")
+        if way != "the backend alone":
+            stack.enter_context(ddpopt.replacing_ddp_optimizer(buckets="auto"))
+            backend = "eager"
+        model = torch.compile(tuned, backend=backend)
+        for _ in range(5):
+            assert alike(ranks, train(model, setting, ranks, []), train(eager, setting, ranks, []))
+    assert [text for text in caplog.messages if "the buckets stay" in text]
 
 
 def test_a_wrapper_is_not_changed_where_torch_compile_is_disabled(ranks: Ranks) -> None:
@@ -265,7 +286,8 @@ def case() -> Case:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("strategy", ["inline", "split", pytest.param("eager", marks=pytest.mark.nightly)])
 def test_what_is_found_is_a_table_and_a_file_to_use_again(ranks: Ranks, strategy: str) -> None:
-    tuned = tuned_on(ranks, case(), (strategy, "aot_eager"), LINK if strategy == "split" else None)
+    compile = None if strategy == "eager" else partial(ddpopt.compile, backend="aot_eager")
+    tuned = tuned_on(ranks, case(), strategy, compile, LINK if strategy == "split" else None)
     text = tuned.to_json()
     assert Plan.from_json(text) == tuned.chosen.plan
     assert tune(tuned.profile, tuned.link) == tuned.rows[-1].plan
@@ -301,7 +323,7 @@ def dies_while_profiled(ranks: Ranks, folder: Path) -> None:
         return output.mean()
 
     try:
-        tuned_on(ranks, replace(case(), loss=loss), ("eager", None), LINK)
+        tuned_on(ranks, replace(case(), loss=loss), "eager", None, LINK)
     except Exception as error:
         (folder / f"{ranks.rank}").write_text(type(error).__name__)
         raise

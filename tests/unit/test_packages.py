@@ -108,6 +108,11 @@ def test_modules_are_of_a_size_to_read() -> None:
     assert not [name for name in small if not MODULES[name].stem.endswith("__")]
 
 
+def test_one_function_is_called_compile() -> None:
+    homes = [m for m, tree in TREES.items() for n in tree.body if getattr(n, "name", "") == "compile"]
+    assert homes == [ddpopt.compile.__module__]
+
+
 def test_no_two_classes_have_one_name() -> None:
     names = [n.name for tree in TREES.values() for n in ast.walk(tree) if isinstance(n, ast.ClassDef)]
     assert {name for name in names if names.count(name) > 1} == set()

@@ -21,7 +21,9 @@ PROFILE = Profile(tuple(Gradient(s, 0.01) for s in SPECS), 0.01, 0.02, 0.01, "in
 LINK = Link(1e-3, 1e-8, 0.0, 1.0, 0.05, "gloo", 2, {})
 
 
-def found(_: object, __: object, ___: object, link: Link | None, caps: object, most: float) -> Tuned:
+def found(
+    _: object, __: object, ___: object, ____: object, link: Link | None, caps: object, most: float
+) -> Tuned:
     """As `tuned_on` on ranks would."""
     plans = {"bucket_cap_mb_list=[3, 1, 0.5, 0.25]": plan_of([SPECS], "a cap")}
     plans["tuned"] = tune(PROFILE, link or LINK, most)

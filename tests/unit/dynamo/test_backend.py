@@ -663,7 +663,7 @@ def refused(inside: Callable[[], nn.Module] = sequential, **arguments: Any) -> s
         ),
         ({"strategy": "cut"}, "strategy: expected 'split', 'inline' or 'auto', got 'cut'"),
         ({"backend": 3}, "backend: expected a name or a callable (gm, example_inputs), got 3"),
-        ({"buckets": "mine"}, "buckets: expected 'plan', 'ddp' or 'auto', got 'mine'"),
+        ({"buckets": "mine"}, "buckets: expected 'plan', 'ddp', 'open' or 'auto', got 'mine'"),
         (
             {"inside": compiled_in_place, "fullgraph": True},
             "fullgraph: the module inside DDP is already compiled, so graph breaks in it cannot be "
@@ -688,7 +688,7 @@ def test_a_ddp_module_that_is_compiled_is_refused(place: str) -> None:
 
 @pytest.mark.parametrize("given", [ddpopt.replacing_ddp_optimizer, functools.partial(DdpoptBackend, "eager")])
 def test_an_unknown_choice_of_buckets_is_refused(given: Any) -> None:
-    with pytest.raises(UsageError, match=r"^buckets: expected 'plan', 'ddp' or 'open', got 'mine'$"):
+    with pytest.raises(UsageError, match=r"^buckets: expected 'plan', 'ddp', 'open' or 'auto', got 'mine'$"):
         contextlib.ExitStack().enter_context(given(buckets="mine"))
 
 
