@@ -1,8 +1,8 @@
-"""The Dynamo backend: plan a graph, compile it inline or cut it, prove the cuts, update the reducer.
+"""The Dynamo backend: the first strategy that can take a graph plans and compiles it; the reducer follows.
 
-Only this module knows all the others. A graph that ddpopt cannot help with (no DDP module running,
-parameters shared by nested DDP modules, nothing to train, a single bucket or segment, a reducer that cannot
-follow a plan) is compiled whole, and the reason is logged once at INFO.
+A graph that ddpopt cannot help with (no DDP module running, parameters shared by nested DDP modules, nothing
+to train, a single bucket or segment, a reducer that cannot follow a plan) is compiled whole, and the reason
+is logged once at INFO.
 """
 
 import contextlib
@@ -26,18 +26,15 @@ from ddpopt.ddp.specs import limits_of, specs_by_id
 from ddpopt.ddp.state import state_of
 from ddpopt.ddp.tensor_parallel import share_reads
 from ddpopt.dynamo import hook
-from ddpopt.dynamo.model_graphs import ModelGraphs, Planned, ends_in_break, plan_for_reducer
-from ddpopt.dynamo.quiet import compiling, isolated
+from ddpopt.dynamo.model_graphs import STRATEGIES, ModelGraphs, plan_for_reducer
 from ddpopt.errors import UnsupportedError, UsageError, did_you_mean, require_choice
-from ddpopt.graph.artifacts import show, show_cut
+from ddpopt.graph.artifacts import say, show
 from ddpopt.graph.nodes import CompilerFn
+from ddpopt.graph.quiet import compiling, isolated
 from ddpopt.graph.state import begins_without_grad
-from ddpopt.inline.compile import compile_inline, lendable, together
-from ddpopt.inline.inductor import in_order, is_inductor
+from ddpopt.inline.inductor import is_inductor
 from ddpopt.planning.plan import Strategy
-from ddpopt.proof.certificate import certify
-from ddpopt.split.partition import partition
-from ddpopt.split.segments import compile_segments
+from ddpopt.planning.strategy import Captured, Compilation, Planned, compile_whole
 from ddpopt.torch_private import require_supported
 from ddpopt.tuning.online import tune_while_training
 
@@ -110,35 +107,44 @@ class DdpoptBackend:
         compiler = configured(self.compiler, **options)
         why = _why_left_alone(ddp, gm)
         if ddp is None or why:
-            _say(why)
+            say(why)
             return compiler(gm, example_inputs)
         require_compilable(ddp)
         self.serve(ddp)
         share_reads(gm, example_inputs)
-        replayed = _ties_addresses(self.compiler, options)
         with isolated():
-            planned = self._plan(ddp, gm, example_inputs, "split" if replayed else self.strategy)
+            planned = self._plan(ddp, gm, example_inputs, is_replayed=_ties_addresses(self.compiler, options))
         if planned is None:
             return compiler(gm, example_inputs)
         show("ddpopt_plan", planned.plan.to_json, "json")
+        how = Compilation(
+            compiler,
+            self.compiler,
+            any_buckets=self.buckets in ("open", "auto"),
+            level=logging.WARNING if self.strategy == "inline" else logging.INFO,
+        )
         if planned.plan.buckets:
             with compiling():
-                inline = planned.inline
-                run = self._inline(planned, compiler) if inline else self._split(planned, compiler, replayed)
+                run = planned.strategy.compile(planned, how)
         else:
-            run = _compile_whole("it trains no parameters", planned, compiler)
+            run = compile_whole("it trains no parameters", planned, how)
         graphs = self._graphs_of(ddp)
         return run if graphs is None else graphs.with_read_tracking(planned, run)
 
     def _plan(
-        self, ddp: DDP, gm: fx.GraphModule, example_inputs: Sequence[object], strategy: Strategy
+        self, ddp: DDP, gm: fx.GraphModule, example_inputs: Sequence[object], *, is_replayed: bool
     ) -> Planned | None:
+        """Plan a graph with the first strategy that can take it; None if the reducer can follow no plan."""
+        strategies = STRATEGIES[self.strategy]
         try:
             if self._is_decided(ddp):
-                return plan_for_reducer(ddp, imposed_plan(ddp), gm, example_inputs, strategy)
-            return self.follow(ddp).add(gm, example_inputs, strategy)
+                captured = Captured.of(gm, example_inputs, specs_by_id(ddp), is_replayed=is_replayed)
+                return plan_for_reducer(ddp, imposed_plan(ddp), captured, strategies)
+            graphs = self.follow(ddp)
+            captured = Captured.of(gm, example_inputs, graphs.specs, is_replayed=is_replayed)
+            return graphs.add(captured, strategies)
         except UnsupportedError as error:
-            _say(f"the reducer cannot follow a plan, so graphs are compiled whole: {error}")
+            say(f"the reducer cannot follow a plan, so graphs are compiled whole: {error}")
             return None
 
     def _is_decided(self, ddp: DDP) -> bool:
@@ -160,41 +166,6 @@ class DdpoptBackend:
             with contextlib.suppress(UnsupportedError):  # DDP keeps its buckets
                 own = ModelGraphs(specs_by_id(ddp), limits_of(ddp))
                 defer(ddp, graphs.joined if graphs is not None and graphs.is_like(own) else own.joined)
-
-    def _inline(self, planned: Planned, compiler: CompilerFn) -> Callable[..., Any]:
-        gm, plan, facts = planned.gm, planned.plan, planned.facts
-        settled = planned.settled and self.buckets not in ("open", "auto")
-        alone = settled and not ends_in_break(gm) and not planned.completed
-        if len(plan.buckets) == 1 and alone:
-            return _compile_whole("it has a single bucket", planned, compiler)
-        completed = {name for segment in plan.segments for name in segment.params}
-        lent = [node for node in lendable(gm, facts) if completed.issuperset(facts.sources[node].values())]
-        groups = together(lent, facts, plan.buckets) if settled else [[node] for node in lent]
-        logger.info("ddpopt: %d buckets, one graph", len(plan.buckets))
-        compiler = in_order(compiler) if is_inductor(self.compiler) else compiler
-        return compile_inline(gm, planned.example_inputs, groups, facts.late, compiler)
-
-    def _split(self, planned: Planned, compiler: CompilerFn, replayed: bool) -> Callable[..., Any]:
-        gm, plan = planned.gm, planned.plan
-        held = (item for names in planned.facts.sources.values() for item in names.items())
-        with isolated():
-            stitched = partition(gm, plan)
-            if stitched is not gm:
-                show_cut(stitched)
-            certify(gm, stitched, plan, {k: name for k, name in held if name not in planned.completed})
-        if stitched is gm:
-            single = len(plan.buckets) == 1
-            why = "it has a single bucket" if single else "one segment completes all its buckets"
-            return _compile_whole(why, planned, compiler)
-        reason = "CUDA graphs replay a backward without Python" if replayed else planned.why_split
-        if self.strategy != "split" and reason is not None:
-            level = logging.WARNING if self.strategy == "inline" else logging.INFO
-            _say(f"a graph is split and not compiled inline: {reason}", level)
-        reasons = [None, *(cut.reason for cut in plan.cuts)]
-        run, count = compile_segments(stitched, planned.example_inputs, compiler, reasons, share=not replayed)
-        counts = len(plan.buckets), len(plan.segments), count
-        logger.info("ddpopt: %d buckets, %d segments, %d of them distinct", *counts)
-        return run
 
     def serve(self, ddp: DDP) -> None:
         """Note that this backend compiles for a module, and tune its buckets if that was asked for."""
@@ -218,7 +189,7 @@ class DdpoptBackend:
             known = ModelGraphs(specs, limits_of(ddp))
             state_of(ddp).graphs[self._graphs_key] = known
         if ddp.static_graph and ddp._static_graph_delay_allreduce_enqueued:  # True after its first backward
-            _say("DDP keeps its buckets: a static graph's first backward determines what is reduced")
+            say("DDP keeps its buckets: a static graph's first backward determines what is reduced")
         elif (waiting := pending(ddp)) is None or waiting.decide != known.joined:
             defer(ddp, known.joined)
         return known
@@ -305,22 +276,6 @@ def _ties_addresses(compiler: CompilerFn, options: dict[str, Any]) -> bool:
     mode = options.get("mode") in ("reduce-overhead", "max-autotune")
     configured = bool(config.get("triton.cudagraphs", torch._inductor.config.triton.cudagraphs))
     return named or mode or configured
-
-
-def _compile_whole(why: str, planned: Planned, compiler: CompilerFn) -> Callable[..., Any]:
-    _say(f"a graph is compiled whole: {why}")
-    return compiler(planned.gm, planned.example_inputs)
-
-
-def _say(reason: str, level: int = logging.INFO) -> None:
-    """Show a reason in the trace of a graph, and log it the first time it applies."""
-    show("ddpopt_reason", reason.__str__)
-    _say_once(reason, level)
-
-
-@functools.lru_cache(maxsize=256)
-def _say_once(reason: str, level: int) -> None:
-    logger.log(level, "ddpopt: %s", reason)
 
 
 def __getattr__(name: str) -> DdpoptBackend:

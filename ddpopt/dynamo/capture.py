@@ -21,12 +21,13 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from ddpopt.ddp.specs import limits_of, specs_from_ddp, specs_from_module
-from ddpopt.dynamo.model_graphs import ModelGraphs, Planned
+from ddpopt.dynamo.model_graphs import STRATEGIES, ModelGraphs
 from ddpopt.errors import UsageError, require_choice
 from ddpopt.planning.bucket_rule import ParamSpec
 from ddpopt.planning.join import join_plans
 from ddpopt.planning.limits import DDP_ARGUMENTS, BucketConfig
 from ddpopt.planning.plan import Plan, Strategy
+from ddpopt.planning.strategy import Captured, Planned
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ def _traced(mode: FakeTensorMode, fakes: Any, known: ModelGraphs, strategy: Stra
     graphs: list[Planned] = []
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[object]) -> Callable[..., Any]:
-        planned = known.add(gm, example_inputs, strategy)
+        planned = known.add(Captured.of(gm, example_inputs, known.specs), STRATEGIES[strategy])
         graphs.append(planned)
         return known.with_read_tracking(planned, gm.forward)
 

@@ -8,53 +8,34 @@ From then on the buckets are fixed; later graphs (another shape, eval mode) foll
 Invariant: no parameter completes in two graphs; its gradient is complete in the first graph that reads it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import fx
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from ddpopt.ddp.specs import limits_of, specs_by_id
+from ddpopt.ddp.specs import limits_of
 from ddpopt.dynamo.eager_reads import noting_reads
-from ddpopt.inline.order_in_calls import ordered_within_calls
-from ddpopt.inline.why_not import why_not_inline
+from ddpopt.inline.strategy import Inline
 from ddpopt.planning.bucket_rule import Specs, own_buckets
-from ddpopt.planning.facts import GraphFacts, collect
+from ddpopt.planning.facts import GraphFacts
 from ddpopt.planning.join import GraphPlan, join_plans
 from ddpopt.planning.limits import BucketConfig
-from ddpopt.planning.plan import Plan, Strategy
+from ddpopt.planning.plan import Plan
 from ddpopt.planning.planner import plan_for_buckets, plan_graph, plan_whole
-from ddpopt.split.expand_calls import Expanded, expanded_and_planned
+from ddpopt.planning.strategy import Captured, GraphStrategy, Planned, planned_by
+from ddpopt.split.strategy import Split
 
-
-class Planned(NamedTuple):
-    """A planned graph, with its facts and its plan.
-
-    Attributes:
-        gm: the graph, perhaps with calls expanded if it will be cut.
-        example_inputs: one value for each of its placeholders.
-        facts: the facts about `gm`.
-        plan: made from the facts.
-        why_split: why it is split, if that was not requested.
-        inline: whether it stays whole and hands its gradients over from inside its backward.
-        completed: parameters whose gradients an earlier graph completes, though this one may read them.
-        graph_plan: its part of the plan of the whole model; None if it has none.
-        settled: whether it is known where buckets end. False if DDP may rebuild its own buckets in the order
-            in which gradients arrive, or while some parameters are read by no graph yet: the graph's code may
-            be reused for them, as one layer's code is for all layers where Dynamo compiles layer by layer.
-    """
-
-    gm: fx.GraphModule
-    example_inputs: Sequence[object]
-    facts: GraphFacts
-    plan: Plan
-    why_split: str | None = None
-    inline: bool = False
-    completed: frozenset[str] = frozenset()
-    graph_plan: GraphPlan | None = None
-    settled: bool = True
+Strategies = Sequence[GraphStrategy]
+INLINE = Inline()
+SPLIT = Split()
+STRATEGIES: Mapping[str, Strategies] = {
+    "auto": (INLINE, SPLIT),
+    "inline": (INLINE, SPLIT),
+    "split": (SPLIT,),
+}
+"""By the user's choice, the strategies in the order in which they are asked; the last takes every graph."""
 
 
 class ModelGraphs:
@@ -70,20 +51,19 @@ class ModelGraphs:
         self.specs = specs
         self._graphs: list[GraphPlan] = []
 
-    def add(self, gm: fx.GraphModule, example_inputs: Sequence[Any], strategy: Strategy = "auto") -> Planned:
-        """Plan one more graph of the current forward.
+    def add(self, captured: Captured, strategies: Strategies) -> Planned:
+        """Plan one more graph of the current forward, with the first of some strategies that can take it.
 
         A graph of the same frame with the same parameters is a recompilation, and replaces the earlier one.
         """
         # the Python frame that Dynamo traced; equal for its recompilations
-        frame = getattr(gm.meta.get("dynamo_compile_id"), "frame_id", None)
-        facts = collect(gm, example_inputs, self.specs)
-        read = {use.spec.name for use in facts.params}
+        frame = getattr(captured.gm.meta.get("dynamo_compile_id"), "frame_id", None)
+        read = {use.spec.name for use in captured.facts.params}
         self._graphs = [g for g in self._graphs if g.frame != frame or not g.params or g.params - read]
         taken = frozenset[str]().union(*(graph.params for graph in self._graphs))
         graph_plan = GraphPlan(Plan((), (), ()), frame=frame)
         # a later graph will fill the first buckets
-        config = self.config.after_the_first if ends_in_break(gm) else self.config
+        config = self.config.after_the_first if captured.ends_in_break else self.config
 
         def decide(facts: GraphFacts, inline: bool) -> Plan:
             facts = replace(facts, params=tuple(use for use in facts.params if use.spec.name not in taken))
@@ -92,12 +72,12 @@ class ModelGraphs:
             graph_plan.plan, graph_plan.ready = plan_whole(facts), facts.ready
             return plan_whole(facts, self._join([*self._graphs, graph_plan]).buckets)
 
-        planned = _planned(gm, example_inputs, self.specs, strategy, facts, decide)
+        planned = planned_by(strategies, captured, decide)
         if not planned.inline:
             graph_plan.plan = planned.plan
         self._graphs.append(graph_plan)
         settled = (taken | read).issuperset(spec.name for spec in self.specs.values())
-        return planned._replace(completed=taken, graph_plan=graph_plan, settled=settled)
+        return replace(planned, completed=taken, graph_plan=graph_plan, settled=settled)
 
     def is_like(self, other: "ModelGraphs") -> bool:
         """Whether the graphs of one model could be the other's: the same parameters and bucket limits."""
@@ -111,7 +91,7 @@ class ModelGraphs:
                 there is nothing to record.
             run: takes the graph's inputs.
         """
-        tensors = (value for value in planned.example_inputs if isinstance(value, torch.Tensor))
+        tensors = (value for value in planned.captured.example_inputs if isinstance(value, torch.Tensor))
         trained = any(value.requires_grad and id(value) not in self.specs for value in tensors)
         if planned.graph_plan is None or not trained:
             return run
@@ -139,31 +119,7 @@ class ModelGraphs:
         return join_plans(graphs, tuple(self.specs.values()), self.config)
 
 
-def _planned(
-    gm: fx.GraphModule,
-    example_inputs: Sequence[object],
-    specs: Specs,
-    strategy: Strategy,
-    facts: GraphFacts,
-    decide: Callable[[GraphFacts, bool], Plan],
-) -> Planned:
-    """Plan a graph with the strategy that fits it; `decide` gets facts, and whether the graph stays whole."""
-    why = None if strategy == "split" else why_not_inline(gm, facts.sources)
-    if strategy != "split" and why is None:
-        facts = ordered_within_calls(gm, facts, decide(facts, True))
-        return Planned(gm, example_inputs, facts, decide(facts, True), inline=True)
-
-    def planned(form: fx.GraphModule) -> Expanded:
-        facts = collect(form, example_inputs, specs)
-        return Expanded(form, facts, decide(facts, False))
-
-    expanded, facts, plan = expanded_and_planned(Expanded(gm, facts, decide(facts, False)), planned)
-    return Planned(expanded, example_inputs, facts, plan, why)
-
-
-def plan_for_reducer(
-    ddp: DDP, imposed: Plan | None, gm: fx.GraphModule, example_inputs: Sequence[object], strategy: Strategy
-) -> Planned:
+def plan_for_reducer(ddp: DDP, imposed: Plan | None, captured: Captured, strategies: Strategies) -> Planned:
     """Plan a graph for the reducer's buckets: those of the `imposed` plan.
 
     Without such a plan DDP keeps its first buckets or rebuilds them. It fills the rebuilt ones in the order
@@ -172,19 +128,13 @@ def plan_for_reducer(
     Raises:
         UnsupportedError: the reducer's parameters cannot be determined, or are no longer in the module.
     """
-    specs, config = specs_by_id(ddp), limits_of(ddp)
+    config = limits_of(ddp)
 
     def decide(facts: GraphFacts, inline: bool) -> Plan:
         if imposed is not None:
             return plan_for_buckets(facts, [bucket.params for bucket in imposed.buckets], whole=inline)
         arriving = [use.spec for use in sorted(facts.params, key=lambda use: -use.completes_at)]
-        buckets = own_buckets([*specs.values()], arriving, config)
+        buckets = own_buckets([*captured.specs.values()], arriving, config)
         return plan_for_buckets(facts, [[spec.name for spec in bucket] for bucket in buckets], whole=inline)
 
-    planned = _planned(gm, example_inputs, specs, strategy, collect(gm, example_inputs, specs), decide)
-    return planned._replace(settled=imposed is not None)
-
-
-def ends_in_break(gm: fx.GraphModule) -> bool:
-    """Whether the graph ends in a graph break, so that the forward continues in another graph."""
-    return bool(getattr(getattr(gm, "compile_subgraph_reason", None), "graph_break", False))
+    return replace(planned_by(strategies, captured, decide), settled=imposed is not None)

@@ -1,10 +1,14 @@
 """What torch's own tools show of a graph: ``TORCH_LOGS=ddp_graphs``, and ``TORCH_TRACE`` with tlparse.
 
+The reasons for what is done with a graph are also logged.
+
 torch adds the id of the running compilation to each entry of a trace.
 
 Invariant: a text is made only if one of these tools shows it.
 """
 
+import functools
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -39,3 +43,15 @@ def show_cut(stitched: fx.GraphModule) -> None:
     trace_structured("optimize_ddp_split_graph", payload_fn=code_of(stitched))
     for name, segment in stitched.named_children():
         trace_structured("optimize_ddp_split_child", partial(dict, name=name), payload_fn=code_of(segment))
+
+
+def say(reason: str, level: int = logging.INFO) -> None:
+    """Show a reason in the trace of a graph, and log it the first time it applies."""
+    show("ddpopt_reason", reason.__str__)
+    say_once(reason, level)
+
+
+@functools.lru_cache(maxsize=256)
+def say_once(reason: str, level: int) -> None:
+    """Log a reason, if it has not been logged lately."""
+    logging.getLogger("ddpopt").log(level, "ddpopt: %s", reason)

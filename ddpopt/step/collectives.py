@@ -21,7 +21,7 @@ from ddpopt.ddp.specs import limits_of
 from ddpopt.errors import UsageError
 from ddpopt.planning.bucket_rule import ParamSpec, ready_buckets
 from ddpopt.planning.plan import Bucket, Plan, Segment
-from ddpopt.step.graphs import Captured
+from ddpopt.step.graphs import CapturedStep
 from ddpopt.step.replicas import AVERAGE, Replica
 from ddpopt.step.settings import WHAT, Fusion
 
@@ -29,7 +29,7 @@ aten: Any = torch.ops.aten
 c10d: Any = torch.ops._c10d_functional
 
 
-def digests(captured: Captured, plans: Sequence[Plan]) -> dict[str, int]:
+def digests(captured: CapturedStep, plans: Sequence[Plan]) -> dict[str, int]:
     """For each process group, a number that is equal for graphs with equal collectives on it; never 0."""
     sent: dict[str, list[Any]] = {}
     for replica, plan in zip(captured.replicas, plans, strict=True):
@@ -43,7 +43,7 @@ def digests(captured: Captured, plans: Sequence[Plan]) -> dict[str, int]:
     return {group: int.from_bytes(each[:7], "big") + 1 for group, each in hashes.items()}
 
 
-def plan_step(captured: Captured) -> tuple[Plan, ...]:
+def plan_step(captured: CapturedStep) -> tuple[Plan, ...]:
     """Plan the buckets of each DDP module: by DDP's rule, in the order in which gradients become ready.
 
     A plan that was imposed on a module's reducer decides its buckets here too.
@@ -76,7 +76,7 @@ def _plan(replica: Replica, ready: Sequence[ParamSpec], nodes: tuple[str, ...]) 
     return Plan(buckets, (segment,), (), unread, group=group_name(replica.ddp.process_group))
 
 
-def insert_collectives(captured: Captured, plans: Sequence[Plan], fusion: Fusion) -> None:
+def insert_collectives(captured: CapturedStep, plans: Sequence[Plan], fusion: Fusion) -> None:
     """Replace each ``ddpopt::average`` by a part of the all-reduce of its bucket.
 
     Args:

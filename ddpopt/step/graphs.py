@@ -31,7 +31,7 @@ NUMBERED: Any = torch.ops.ddpopt.numbered.default
 
 
 @dataclass
-class Captured:
+class CapturedStep:
     """A captured step.
 
     Attributes:
@@ -47,7 +47,7 @@ class Captured:
     reductions: Reductions
 
 
-def capture(gm: fx.GraphModule, inputs: Sequence[Any], seen: Seen) -> Captured:
+def capture(gm: fx.GraphModule, inputs: Sequence[Any], seen: Seen) -> CapturedStep:
     """Record the operators of a step.
 
     Args:
@@ -67,7 +67,7 @@ def capture(gm: fx.GraphModule, inputs: Sequence[Any], seen: Seen) -> Captured:
     _require_own_optimizers(seen, {*known, *map(id, inputs)})
     reductions.finish()
     recorded.recompile()
-    return Captured(recorded, replicas, slots, reductions)
+    return CapturedStep(recorded, replicas, slots, reductions)
 
 
 @dataclass

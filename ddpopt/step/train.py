@@ -28,7 +28,7 @@ from ddpopt.step.collectives import digests, insert_collectives, plan_step
 from ddpopt.step.compiling import compile_step
 from ddpopt.step.failures import agree, reported
 from ddpopt.step.fallback import inline
-from ddpopt.step.graphs import Captured, capture
+from ddpopt.step.graphs import CapturedStep, capture
 from ddpopt.step.overrides import Swap, passed, replacements, swapped
 from ddpopt.step.replicas import (
     require_no_hooks,
@@ -181,7 +181,7 @@ class TrainStep:
 
         return run
 
-    def _captured(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Captured:
+    def _captured(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> CapturedStep:
         """The graph of a step, after the user's overrides."""
         if not self._seen.replicas:
             raise UsageError(

@@ -14,8 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
-from ddpopt.dynamo.backend import _say_once
 from ddpopt.errors import UnsupportedError
+from ddpopt.graph.artifacts import say_once
 from ddpopt.judge.engines.engine import skip_frames_of_ddp
 from ddpopt.ranks.group import Ranks
 
@@ -112,7 +112,7 @@ def test_what_ddpopt_leaves_alone_trains_as_in_eager_and_the_reason_is_logged(
     way: str, one_rank_group: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "ddpopt")
-    _say_once.cache_clear()
+    say_once.cache_clear()
     wrap, calling = ALONE[way]
     found: list[list[Tensor]] = []
     for backend in ("eager", "ddpopt"):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from ddpopt.dynamo.quiet import gc_paused
+from ddpopt.graph.quiet import gc_paused
 from ddpopt.planning.limits import BucketConfig
 from ddpopt.planning.planner import plan_graph
 from ddpopt.split.partition import partition

@@ -14,8 +14,8 @@ def spared(compiling_quickly: None) -> None:
 @pytest.fixture
 def said(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
     """What ddpopt logs from INFO on, with the level; also what it had said before."""
-    from ddpopt.dynamo import backend  # heavy, and not needed to collect tests
+    from ddpopt.graph import artifacts  # heavy, and not needed to collect tests
 
-    backend._say_once.cache_clear()
+    artifacts.say_once.cache_clear()
     with caplog.at_level(logging.INFO, logger="ddpopt"):
         yield lambda: [f"{r.levelname}: {r.getMessage()}" for r in caplog.records if r.name == "ddpopt"]

@@ -119,7 +119,7 @@ stack, ddpopt-inline
 
 
 def test_gradients_that_leave_after_the_backward(inline: Figures, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ddpopt.dynamo.backend, "lendable", lambda *_: [])
+    monkeypatch.setattr("ddpopt.inline.strategy.lendable", lambda *_: [])
     assert_expected_inline(
         told(inline, measured(INLINE, stack())),
         """\

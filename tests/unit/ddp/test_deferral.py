@@ -9,8 +9,8 @@ import torch
 from ddpopt.ddp.deferral import PendingReducer, defer, pending
 from ddpopt.ddp.held import running_reducer
 from ddpopt.ddp.impose import impose, imposed_plan
-from ddpopt.dynamo.quiet import gc_paused
 from ddpopt.errors import PlanMismatchError
+from ddpopt.graph.quiet import gc_paused
 from ddpopt.planning.plan import Plan
 from tests.support.models import arbitrary_plan, step, towers
 

@@ -30,10 +30,11 @@ import ddpopt.dynamo.backend
 from ddpopt.ddp.impose import impose, imposed_plan
 from ddpopt.ddp.state import state_of
 from ddpopt.dynamo.backend import DdpoptBackend
-from ddpopt.dynamo.model_graphs import Planned, plan_for_reducer
+from ddpopt.dynamo.model_graphs import plan_for_reducer
 from ddpopt.errors import UsageError
 from ddpopt.observation.observe import observe
 from ddpopt.planning.plan import Plan, Strategy
+from ddpopt.planning.strategy import Planned
 from ddpopt.split.partition import partition
 from ddpopt.testing import drawn
 from tests.support.models import averaged, changing
@@ -592,7 +593,7 @@ def test_a_cut_that_is_not_the_same_program_is_refused(monkeypatch: pytest.Monke
         relu.target = "tanh"
         return stitched
 
-    monkeypatch.setattr(ddpopt.dynamo.backend, "partition", cut_badly)
+    monkeypatch.setattr("ddpopt.split.strategy.partition", cut_badly)
     ddp, recorder = ddp_of(), Recorder()
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="raised:\nCertificateError: "):
         ddpopt.compile(ddp, backend=recorder, strategy="split")(rows())

@@ -7,9 +7,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.ddp.specs import limits_of, specs_by_id
-from ddpopt.dynamo.model_graphs import ModelGraphs, plan_for_reducer
+from ddpopt.dynamo.model_graphs import SPLIT, ModelGraphs, plan_for_reducer
 from ddpopt.observation.reducer_buckets import running_buckets
 from ddpopt.planning.plan import Plan
+from ddpopt.planning.strategy import Captured
 from tests.support.rehearsing import WIDTH, Linears, rows
 from tests.support.tracing import Traced, trace_all
 
@@ -30,7 +31,7 @@ def joined(ddp: DistributedDataParallel, graphs: list[Traced]) -> Plan:
     model_graphs = ModelGraphs(specs_by_id(ddp), limits_of(ddp))
     assert model_graphs.joined() is None
     for graph in graphs:
-        model_graphs.add(graph.gm, graph.inputs, "split")
+        model_graphs.add(Captured.of(graph.gm, graph.inputs, model_graphs.specs), [SPLIT])
     plan = model_graphs.joined()
     assert plan is not None
     return plan
@@ -54,9 +55,14 @@ def test_a_recompilation_takes_the_place_of_the_graph_that_it_replaces() -> None
 # ---------------------------------------------------------------------------------- buckets that are given
 
 
+def split_for_reducer(ddp: DistributedDataParallel, imposed: Plan | None, graph: Traced) -> Plan:
+    captured = Captured.of(graph.gm, graph.inputs, specs_by_id(ddp))
+    return plan_for_reducer(ddp, imposed, captured, [SPLIT]).plan
+
+
 def test_for_ddps_own_buckets_the_graph_is_cut_where_they_complete() -> None:
     ddp, (graph,) = setting(Linears(layers=4, order=(2, 0, 3, 1)), bucket_cap_mb=2 * LAYER_MB)
-    plan = plan_for_reducer(ddp, None, graph.gm, graph.inputs, "split").plan
+    plan = split_for_reducer(ddp, None, graph)
     assert layers(plan) == ["1 3", "0 2"]
     assert [cut.before for cut in plan.cuts] == [graph.facts.nodes[4]]
     assert plan.policy == "ddp"
@@ -65,7 +71,7 @@ def test_for_ddps_own_buckets_the_graph_is_cut_where_they_complete() -> None:
 def test_a_reducer_that_never_rebuilds_keeps_the_buckets_that_it_began_with() -> None:
     model = Linears(layers=4, order=(2, 0, 3, 1))
     ddp, (graph,) = setting(model, bucket_cap_mb=2 * LAYER_MB, find_unused_parameters=True)
-    plan = plan_for_reducer(ddp, None, graph.gm, graph.inputs, "split").plan
+    plan = split_for_reducer(ddp, None, graph)
     assert [set(b.params) for b in plan.buckets] == [set(b.params) for b in running_buckets(ddp)]
 
 
@@ -74,5 +80,5 @@ def test_a_later_graph_that_reads_less_is_cut_for_what_it_reads() -> None:
     imposed = joined(ddp, [graph])
     (other,) = trace_all(ddp.module.get_submodule("layers.3"), rows())
     (part,) = trace_all(nn.Sequential(ddp.module.layers[1], ddp.module.layers[2]), rows())
-    assert layers(plan_for_reducer(ddp, imposed, other.gm, other.inputs, "split").plan) == ["3"]
-    assert layers(plan_for_reducer(ddp, imposed, part.gm, part.inputs, "split").plan) == ["2", "1"]
+    assert layers(split_for_reducer(ddp, imposed, other)) == ["3"]
+    assert layers(split_for_reducer(ddp, imposed, part)) == ["2", "1"]

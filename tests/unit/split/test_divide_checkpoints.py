@@ -32,7 +32,8 @@ def pieces_of(model: nn.Module, layers: float, rows: int = 2) -> tuple[fx.Graph,
     """The graph of a model as it is planned with buckets of so many layers, and its checkpointed regions."""
     cap_mb = layers * 4 * 8 * 9 / 2**20
     (graph,) = capture(model, torch.ones(rows, 8), strategy="split", bucket_cap_mb=cap_mb).graphs
-    return graph.gm.graph, graph.gm.graph.find_nodes(op="call_function", target=CHECKPOINT)
+    cut = graph.captured.gm.graph
+    return cut, cut.find_nodes(op="call_function", target=CHECKPOINT)
 
 
 def plain(region: Region, x: Tensor) -> Tensor:

@@ -1,0 +1,80 @@
+"""The strategy ``split``: the graph is cut where buckets end, and its segments are compiled one by one."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx
+
+from ddpopt.graph.artifacts import say, show_cut
+from ddpopt.graph.quiet import isolated
+from ddpopt.planning.strategy import Captured, Compilation, Decide, Planned, compile_whole
+from ddpopt.proof.certificate import certify
+from ddpopt.split.expand_calls import Expanded, expanded_and_planned
+from ddpopt.split.partition import partition
+from ddpopt.split.segments import compile_segments
+
+logger = logging.getLogger("ddpopt")
+
+
+class Split:
+    """Compiled segments; see `ddpopt.split.partition` and `ddpopt.split.segments`."""
+
+    stays_whole = False
+
+    def why_not(self, captured: Captured) -> str | None:
+        """None: any graph can be cut, or has no place for a cut and is compiled whole."""
+        del captured
+        return None
+
+    def plan(self, captured: Captured, decide: Decide) -> Planned:
+        """Plan a graph; calls in which buckets end are expanded, so that they can be cut."""
+
+        def planned(form: fx.GraphModule) -> Expanded:
+            facts = captured.in_form(form).facts
+            return Expanded(form, facts, decide(facts, False))
+
+        undivided = Expanded(captured.gm, captured.facts, decide(captured.facts, False))
+        gm, facts, plan = expanded_and_planned(undivided, planned)
+        form = Captured(gm, captured.example_inputs, captured.specs, facts, captured.is_replayed)
+        return Planned(form, plan, self)
+
+    def compile(self, planned: Planned, how: Compilation) -> Callable[..., Any]:
+        """Cut a graph, prove the cuts, and compile the segments; whole, if the plan has no cuts.
+
+        Raises:
+            CertificateError: the cut graph is not what the plan says, which is a fault of ddpopt's.
+        """
+        captured = planned.captured
+        plan = planned.plan
+        if not plan.cuts:
+            is_single = len(plan.buckets) == 1
+            why = "it has a single bucket" if is_single else "one segment completes all its buckets"
+            return compile_whole(why, planned, how)
+        with isolated():
+            stitched = partition(captured.gm, plan)
+            show_cut(stitched)
+            certify(captured.gm, stitched, plan, self._held(planned))
+        if planned.why_not is not None:
+            say(f"a graph is split and not compiled inline: {planned.why_not}", how.level)
+        reasons = [None, *(cut.reason for cut in plan.cuts)]
+        run, distinct = compile_segments(
+            stitched, captured.example_inputs, how.compiler, reasons, share=not captured.is_replayed
+        )
+        logger.info(
+            "ddpopt: %d buckets, %d segments, %d of them distinct",
+            len(plan.buckets),
+            len(plan.segments),
+            distinct,
+        )
+        return run
+
+    def _held(self, planned: Planned) -> dict[Any, str]:
+        """The parameters whose gradients this graph completes, as the graph holds them."""
+        sources = planned.captured.facts.sources
+        return {
+            key: name
+            for names in sources.values()
+            for key, name in names.items()
+            if name not in planned.completed
+        }
