@@ -56,18 +56,45 @@ NAMES: Mapping[str, str] = {
     "torch.nn.parallel.DistributedDataParallel._get_ddp_logging_data": PLANS,
 }
 """The undocumented parts of torch that ddpopt uses, by dotted name."""
+STEP: Mapping[str, str] = {
+    "torch._dynamo.comptime.comptime": "the DDP modules of a step are not known",
+    "torch._dynamo.graph_break": "Adam's step breaks the graph",
+    "torch._dynamo.output_graph.OutputGraph._validate_outputs_safe_for_autograd_nodes": (
+        "Dynamo refuses a step that returns its loss"
+    ),
+    "torch._dynamo.pgo.auto_dynamic": "a schedule compiles a step again for each learning rate",
+    "torch._dynamo.polyfills.accumulate_grad": "gradients that DDP averages are not known",
+    "torch._dynamo.side_effects.SideEffects.register_hook": "hooks on tensors are lost silently",
+    "torch._dynamo.variables.ConstantVariable.create": "a guard may read a constant where it no longer is",
+    "torch._dynamo.variables.TensorVariable.method_attr_grad": "a gradient that is None is read as another's",
+    "torch._dynamo.variables.builder.OptimizerVariable": "optimizers break the graph",
+    "torch._dynamo.variables.builder.handle_traced_output": "a parameter that is returned loses its grad",
+    "torch._dynamo.variables.builder.process_automatic_dynamic": "a schedule compiles a step again",
+    "torch._dynamo.variables.dicts.SideEffectsProxyDict": "Dynamo forgets attributes after it traced a hook",
+    "torch._inductor.choices.InductorChoices.can_fuse": "collectives start late",
+    "torch._inductor.custom_graph_pass.get_custom_graph_passes": "Inductor reorders collectives",
+    "torch._inductor.virtualized.V.set_choices_handler": "collectives start late",
+    "torch.fx.passes._tensorify_python_scalars._is_tensorify_enabled": "Inductor takes numbers as fixed",
+    "torch.nn.parallel.distributed._find_tensors": "what a forward returned is not known",
+    "torch.ops._c10d_functional.all_reduce": "a graph has no all-reduce",
+    "torch.utils._python_dispatch._disable_current_modes": "modes of the user see fake tensors",
+}
+"""What a step in one graph needs besides, from torch 2.13 on, which is the first release with all of them."""
 
 
-def require_supported() -> None:
+def require_supported(names: Mapping[str, str] = NAMES) -> None:
     """Fail unless the installed torch has all the names that ddpopt uses.
+
+    Args:
+        names: each with what fails without it.
 
     Raises:
         UnsupportedError: some are missing; says which, what fails without them, and which releases have them.
     """
     import torch
 
-    lacking = dict(NAMES)
-    for name in NAMES:
+    lacking = dict(names)
+    for name in names:
         with contextlib.suppress(ImportError, AttributeError):
             pkgutil.resolve_name(name)
             del lacking[name]

@@ -14,6 +14,7 @@ from ddpopt.errors import UnsupportedError
 from ddpopt.graph.nodes import CompilerFn
 from ddpopt.step.overrides import Override, Transform
 from ddpopt.step.settings import WHAT, Fallback, Fusion, StepSettings
+from ddpopt.torch_private import STEP, require_supported
 
 
 def train_step(
@@ -47,6 +48,7 @@ def train_step(
     """
     if torch.__version__ < (2, 13):  # type: ignore[operator]  # torch's version compares with tuples
         raise UnsupportedError(f"{WHAT}: expected torch >= 2.13, got {torch.__version__}; use ddpopt.compile")
+    require_supported(STEP)
     settings = StepSettings(backend, fusion, fallback, tuple(overrides), transform)
     from ddpopt.step.train import TrainStep  # it needs private names that older releases lack
 

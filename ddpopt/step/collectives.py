@@ -29,10 +29,10 @@ aten: Any = torch.ops.aten
 c10d: Any = torch.ops._c10d_functional
 
 
-def digests(captured: CapturedStep, plans: Sequence[Plan]) -> dict[str, int]:
+def digests(captured: CapturedStep) -> dict[str, int]:
     """For each process group, a number that is equal for graphs with equal collectives on it; never 0."""
     sent: dict[str, list[Any]] = {}
-    for replica, plan in zip(captured.replicas, plans, strict=True):
+    for replica, plan in zip(captured.replicas, captured.plans, strict=True):
         buckets = [(bucket.params, bucket.nbytes) for bucket in plan.buckets]
         sent.setdefault(replica.ddp.process_group.group_name, []).append(buckets)
     for node in captured.gm.graph.nodes:
@@ -62,17 +62,21 @@ def plan_step(captured: CapturedStep) -> tuple[Plan, ...]:
 
 
 def _plan(replica: Replica, ready: Sequence[ParamSpec], nodes: tuple[str, ...]) -> Plan:
-    by_name, given = {spec.name: spec for spec in ready}, imposed_plan(replica.ddp)
-    if given is None:
-        by_rule = ready_buckets(ready, limits_of(replica.ddp))
-        wanted = [([ready[place] for place in members], reason) for members, reason in by_rule]
+    by_name = {spec.name: spec for spec in ready}
+    imposed = imposed_plan(replica.ddp)
+    members: list[tuple[list[ParamSpec], str]] = []
+    if imposed is None:
+        for places, reason in ready_buckets(ready, limits_of(replica.ddp)):
+            members.append(([ready[place] for place in places], reason))
     else:
-        by_plan = [[by_name[name] for name in each.params if name in by_name] for each in given.buckets]
-        wanted = [(own, each.reason) for own, each in zip(by_plan, given.buckets, strict=True) if own]
-    buckets = tuple(Bucket.of(index, own, 0, reason) for index, (own, reason) in enumerate(wanted))
+        for bucket in imposed.buckets:
+            averaged = [by_name[name] for name in bucket.params if name in by_name]
+            if averaged:
+                members.append((averaged, bucket.reason))
+    buckets = tuple(Bucket.of(index, specs, 0, reason) for index, (specs, reason) in enumerate(members))
     segment = Segment(0, 0, nodes, tuple(by_name), tuple(range(len(buckets))))
-    known = [name for name, each in replica.ddp.module.named_parameters() if each.requires_grad]
-    unread = tuple(name for name in known if name not in by_name)
+    trained = [name for name, each in replica.ddp.module.named_parameters() if each.requires_grad]
+    unread = tuple(name for name in trained if name not in by_name)
     return Plan(buckets, (segment,), (), unread, group=group_name(replica.ddp.process_group))
 
 
@@ -87,8 +91,8 @@ def insert_collectives(captured: CapturedStep, plans: Sequence[Plan], fusion: Fu
     graph = captured.gm.graph
     marked: dict[tuple[int, str], fx.Node] = {}
     for node in graph.find_nodes(op="call_function", target=AVERAGE):
-        each = captured.slots[node.args[1]]
-        marked[captured.replicas.index(each.replica), each.spec.name] = node
+        averaged = captured.slots[node.args[1]]
+        marked[captured.replicas.index(averaged.replica), averaged.spec.name] = node
     order = {node: place for place, node in enumerate(graph.nodes)}
     for number, plan in enumerate(plans):
         prefix = "" if len(plans) == 1 else f"module_{number}_"
@@ -120,9 +124,11 @@ def _send(
     def add(what: str, target: Callable[..., Any], *args: Any) -> fx.Node:
         return graph.create_node("call_function", target, args, name=f"{label}_{what}")
 
-    name, scale, concat = str(group.group_name), 1.0 / group.size(), fusion == "concat"
+    name = str(group.group_name)
+    scale = 1.0 / group.size()
+    in_one_buffer = fusion == "concat"
     values = [node.meta["val"] for node in nodes]
-    orders = [sorted(range(v.dim()), key=v.stride().__getitem__, reverse=True) for v in values]  # in memory
+    orders = [_order_in_memory(value) for value in values]
     scaled = []
     for node, order in zip(nodes, orders, strict=True):
         with graph.inserting_before(node.next):
@@ -130,7 +136,7 @@ def _send(
             part = add("part", aten.reshape.default, permuted, [-1])
             scaled.append(add("scaled", aten.mul.Tensor, part, scale))
     with graph.inserting_before(scaled[-1].next):
-        if concat:
+        if in_one_buffer:
             flat = scaled[0] if len(scaled) == 1 else add("flat", aten.cat.default, scaled)
             sent = [add("all_reduce", c10d.all_reduce.default, flat, "sum", name)]
         else:
@@ -138,12 +144,17 @@ def _send(
             sent = [add("sent", operator.getitem, start, place) for place in range(len(nodes))]
     with graph.inserting_before(reader):
         parts = [add("wait", c10d.wait_tensor.default, each) for each in sent]
-        if concat and len(nodes) > 1:
+        if in_one_buffer and len(nodes) > 1:
             sizes = [value.numel() for value in values]
             split = add("pieces", aten.split_with_sizes.default, parts[0], sizes)
             parts = [add("piece", operator.getitem, split, place) for place in range(len(nodes))]
         for node, value, order, part in zip(nodes, values, orders, parts, strict=True):
             permuted = add("permuted", aten.view.default, part, [value.shape[at] for at in order])
-            back = [order.index(at) for at in range(len(order))]  # to the strides that it had
-            node.replace_all_uses_with(add("gradient", aten.permute.default, permuted, back))
+            strides_back = [order.index(at) for at in range(len(order))]
+            node.replace_all_uses_with(add("gradient", aten.permute.default, permuted, strides_back))
             graph.erase_node(node)
+
+
+def _order_in_memory(value: torch.Tensor) -> list[int]:
+    """The dimensions of a tensor, from the one with the largest stride to that with the smallest."""
+    return sorted(range(value.dim()), key=value.stride().__getitem__, reverse=True)

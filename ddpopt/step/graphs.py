@@ -19,6 +19,7 @@ from ddpopt.errors import UsageError
 from ddpopt.graph.drawing import AS_EAGER
 from ddpopt.graph.effects import written_storages
 from ddpopt.graph.nodes import CHECKPOINT, by_storage, read_storages
+from ddpopt.planning.plan import Plan
 from ddpopt.step.reductions import Reductions, reached_from
 from ddpopt.step.replicas import AVERAGE, Averaged, Replica, slots_of
 from ddpopt.step.settings import WHAT
@@ -39,12 +40,16 @@ class CapturedStep:
         replicas: the DDP modules.
         slots: the parameters that are averaged, in ready order; the second arguments of ``ddpopt::average``.
         reductions: what its forwards and backwards do to the state of DDP's reducers.
+        tensors: those of its inputs that are tensors, by the name of their placeholder.
+        plans: the buckets of each DDP module; empty until they are planned.
     """
 
     gm: fx.GraphModule
     replicas: tuple[Replica, ...]
     slots: tuple[Averaged, ...]
     reductions: Reductions
+    tensors: Mapping[str, Tensor]
+    plans: tuple[Plan, ...] = ()
 
 
 def capture(gm: fx.GraphModule, inputs: Sequence[Any], seen: Seen) -> CapturedStep:
@@ -67,7 +72,9 @@ def capture(gm: fx.GraphModule, inputs: Sequence[Any], seen: Seen) -> CapturedSt
     _require_own_optimizers(seen, {*known, *map(id, inputs)})
     reductions.finish()
     recorded.recompile()
-    return CapturedStep(recorded, replicas, slots, reductions)
+    named = zip(recorded.graph.find_nodes(op="placeholder"), inputs, strict=True)
+    tensors = {node.name: value for node, value in named if isinstance(value, Tensor)}
+    return CapturedStep(recorded, replicas, slots, reductions, tensors)
 
 
 @dataclass

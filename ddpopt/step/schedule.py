@@ -60,7 +60,8 @@ class Sections(InductorChoices):
         self, scheduler: Any, node1: Any, node2: Any, shared_data_score: int
     ) -> bool:
         """Whether two nodes may be fused."""
-        begin, end = min(node1.min_order, node2.min_order), max(node1.max_order, node2.max_order)
+        begin = min(node1.min_order, node2.min_order)
+        end = max(node1.max_order, node2.max_order)
         between = any(begin < place < end for place in self._apart(scheduler))
         return not between and super().can_fuse(scheduler, node1, node2, shared_data_score)
 
@@ -74,7 +75,9 @@ def _apart(scheduler: Any) -> list[int]:
 def _fill(graph: fx.Graph) -> None:
     """Copy each gradient into its bucket as soon as it is scaled; a ``cat`` would keep all until the last."""
     for cat in graph.find_nodes(op="call_function", target=aten.cat.default):
-        parts, flat, at = cat.args[0], cat.meta["val"], 0
+        parts = cat.args[0]
+        flat = cat.meta["val"]
+        at = 0
         scaled = all(p.target is aten.mul.Tensor and p.meta["val"].dtype == flat.dtype for p in parts)
         if scaled and flat.dim() == 1 and all(user.target is STARTS[0] for user in cat.users):
             with graph.inserting_before(min(parts).next):
@@ -96,7 +99,8 @@ def _by_need(nodes: list[fx.Node], before: Before) -> list[fx.Node]:
     for node in nodes:
         own = number.get(node.all_input_nodes[0], -1) if node.target is WAIT else -1
         ranks[node] = max([own, *(ranks[each] for each in before[node])])
-    place_of, placed = {node: place for place, node in enumerate(nodes)}, dict[fx.Node, None]()
+    place_of = {node: place for place, node in enumerate(nodes)}
+    placed = dict[fx.Node, None]()
     for start in starts:
         needed = _needed(start, before, placed)
         placed.update(dict.fromkeys(sorted(needed, key=place_of.__getitem__)))
@@ -105,7 +109,8 @@ def _by_need(nodes: list[fx.Node], before: Before) -> list[fx.Node]:
 
 def _needed(start: fx.Node, before: Before, placed: Mapping[fx.Node, None]) -> dict[fx.Node, None]:
     """A node and everything that must come before it, if it is not placed yet."""
-    needed, waiting = dict[fx.Node, None](), [start]
+    needed = dict[fx.Node, None]()
+    waiting = [start]
     while waiting:
         node = waiting.pop()
         if node not in placed and node not in needed:
@@ -120,18 +125,21 @@ def _dependencies(nodes: list[fx.Node]) -> Before:
     readers: dict[Any, list[fx.Node]] = {}
     writer: dict[Any, fx.Node] = {}
     for node in nodes:
-        own = {each: None for each in node.all_input_nodes if each in before}
-        random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-        sent = "c10d" in str(node.target) and node.target is not WAIT  # the user's own collectives, too
-        kept = {"random": random, "sent": sent}  # in order, as if these were memory
-        written = [*written_storages(node), *(kind for kind, belongs in kept.items() if belongs)]
+        written: list[Any] = [*written_storages(node)]
+        # random numbers and collectives, the user's own too, stay in order as if these were memory
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            written.append("random")
+        if "c10d" in str(node.target) and node.target is not WAIT:
+            written.append("sent")
         used = dict.fromkeys([*read_storages(node), *storages(node), *written])
-        own.update((writer[key], None) for key in used if key in writer)
-        own.update((reader, None) for key in written for reader in readers.get(key, ()))
-        own.pop(node, None)
-        before[node] = own
+        earlier = {source: None for source in node.all_input_nodes if source in before}
+        earlier.update((writer[key], None) for key in used if key in writer)
+        earlier.update((reader, None) for key in written for reader in readers.get(key, ()))
+        earlier.pop(node, None)
+        before[node] = earlier
         for key in used:
             readers.setdefault(key, []).append(node)
         for key in written:
-            writer[key], readers[key] = node, [node]
+            writer[key] = node
+            readers[key] = [node]
     return before

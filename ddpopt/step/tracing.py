@@ -11,6 +11,7 @@ Invariant: torch is changed only while a step is called.
 """
 
 import contextlib
+import functools
 import inspect
 import logging
 import sys
@@ -23,15 +24,11 @@ import torch
 from torch import Tensor
 from torch._dynamo import polyfills, variables
 from torch._dynamo.comptime import comptime
-from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.pgo import auto_dynamic
-from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.source import AttrSource, DictGetItemSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables import ConstantVariable, TensorVariable, builder
-from torch._dynamo.variables.dicts import SideEffectsProxyDict
 from torch._dynamo.variables.hashable import HashableTracker
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 from torch.optim import Optimizer, lr_scheduler
 from torch.utils._pytree import tree_map_only
@@ -40,6 +37,8 @@ from ddpopt.errors import UnsupportedError
 from ddpopt.step.replicas import INSTEAD, Replica, broadcast_buffers, source_name
 from ddpopt.step.settings import WHAT
 
+CREATED = ("torch._dynamo.variables.dicts.SideEffectsProxyDict.side_effects",)
+"""An attribute of instances, which the patch makes one of the class."""
 MOST = 16
 """Graphs of one step function."""
 LEVELS = ("debug", "info", "warn", "warning", "error", "exception", "critical", "log")
@@ -83,7 +82,6 @@ def traceable(seen: Seen) -> Iterator[None]:
     Args:
         seen: what Dynamo meets is added to it.
     """
-    forward, accumulate = seen.traced
     logs = {each for name, each in vars(logging.Logger).items() if name.partition("_")[0] in LEVELS}
     settings = torch._dynamo.config.patch(
         trace_autograd_ops=True,
@@ -98,22 +96,28 @@ def traceable(seen: Seen) -> Iterator[None]:
     with settings, contextlib.ExitStack() as stack:
         stack.callback(_unname_constants)
         _unname_constants()
-        for holder, name, value in (
-            (DistributedDataParallel, "forward", forward),
-            (polyfills, "accumulate_grad", accumulate),
-            (torch._dynamo, "graph_break", _nothing),
-            (torch.autograd, "backward", _backward),
-            (Optimizer, "zero_grad", inspect.unwrap(Optimizer.zero_grad)),
-            (OutputGraph, "_validate_outputs_safe_for_autograd_nodes", _nothing),
-            (builder, "OptimizerVariable", lambda value, **options: _optimizer(seen, value, options)),
-            (builder, "process_automatic_dynamic", _with_changing_rates),
-            (builder, "handle_traced_output", _still_a_parameter),
-            (TensorVariable, "method_attr_grad", _own_none),
-            (SideEffects, "register_hook", _refuse_hook),
-            (SideEffectsProxyDict, "side_effects", property(_side_effects, _nothing)),
-        ):
-            stack.enter_context(patch.object(holder, name, value, create=name == "side_effects"))
+        for name, value in _patches(seen).items():
+            stack.enter_context(patch(name, value, create=name in CREATED))
         yield
+
+
+def _patches(seen: Seen) -> dict[str, Any]:
+    """What replaces which part of torch while a step is traced; `ddpopt.torch_private.STEP` has the reasons."""
+    forward, accumulate = seen.traced
+    return {
+        "torch.nn.parallel.DistributedDataParallel.forward": forward,
+        "torch.autograd.backward": _backward,
+        "torch.optim.Optimizer.zero_grad": inspect.unwrap(Optimizer.zero_grad),
+        "torch._dynamo.graph_break": _nothing,
+        "torch._dynamo.output_graph.OutputGraph._validate_outputs_safe_for_autograd_nodes": _nothing,
+        "torch._dynamo.polyfills.accumulate_grad": accumulate,
+        "torch._dynamo.side_effects.SideEffects.register_hook": _refuse_hook,
+        "torch._dynamo.variables.TensorVariable.method_attr_grad": _own_none,
+        "torch._dynamo.variables.builder.OptimizerVariable": functools.partial(_optimizer, seen),
+        "torch._dynamo.variables.builder.handle_traced_output": _still_a_parameter,
+        "torch._dynamo.variables.builder.process_automatic_dynamic": _with_changing_rates,
+        "torch._dynamo.variables.dicts.SideEffectsProxyDict.side_effects": property(_side_effects, _nothing),
+    }
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -236,7 +240,7 @@ class _Traced(variables.UserDefinedObjectVariable):
                 group.items[key] = ConstantVariable(True, source=where)
 
 
-def _optimizer(seen: Seen, value: Optimizer, options: Any) -> Any:
+def _optimizer(seen: Seen, value: Optimizer, **options: Any) -> Any:
     name, kind = source_name(options["source"]), type(value).__name__
     seen.optimizers[id(value)] = f"{name} ({kind})", value
     if any(group.get("fused") for group in value.param_groups):

@@ -24,12 +24,13 @@ from ddpopt.ddp.ready_hooks import users_hooks
 from ddpopt.ddp.state import state_of
 from ddpopt.errors import CaptureError, DdpoptError, PlanMismatchError, UsageError
 from ddpopt.planning.plan import Plan
-from ddpopt.step.collectives import digests, insert_collectives, plan_step
+from ddpopt.step.collectives import digests
 from ddpopt.step.compiling import compile_step
 from ddpopt.step.failures import agree, reported
 from ddpopt.step.fallback import inline
-from ddpopt.step.graphs import CapturedStep, capture
-from ddpopt.step.overrides import Swap, passed, replacements, swapped
+from ddpopt.step.graphs import capture
+from ddpopt.step.overrides import Swap, replacements, swapped
+from ddpopt.step.passes import PASSES
 from ddpopt.step.replicas import (
     require_no_hooks,
     require_no_modes,
@@ -139,17 +140,16 @@ class TrainStep:
 
     def _compile(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Dynamo's backend: compile its graph of a step."""
-        settings = self._settings
         # what watches the user's program must not see fake tensors
         with swapped(self._swaps), _disable_current_modes():
-            captured = self._captured(gm, inputs)
-            plans = plan_step(captured)
-            insert_collectives(captured, plans, settings.fusion)
-            if settings.transform is not None:
-                captured.gm = passed(settings.transform, captured.gm, f"{WHAT}(transform=...)")
-            graph, keys = Graph(captured.gm, plans), digests(captured, plans)
-            compiled = compile_step(graph.gm, inputs, settings.backend)
-        self.graphs.append(graph)
+            self._require_reached()
+            captured = capture(gm, inputs, self._seen)
+            for change in PASSES:
+                change(captured, self._settings)
+            keys = digests(captured)
+            compiled = compile_step(captured.gm, inputs, self._settings.backend)
+        plans = captured.plans
+        self.graphs.append(Graph(captured.gm, plans))
         logger.info("ddpopt: captured a step; buckets: %s", [len(plan.buckets) for plan in plans])
 
         self._compiled_for.update((each.ddp, _read_of(each.ddp)) for each in captured.replicas)
@@ -181,8 +181,8 @@ class TrainStep:
 
         return run
 
-    def _captured(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> CapturedStep:
-        """The graph of a step, after the user's overrides."""
+    def _require_reached(self) -> None:
+        """Check that the step calls DDP, and that the user's overrides reach each module that it calls."""
         if not self._seen.replicas:
             raise UsageError(
                 f"{WHAT}: expected that the step calls a DistributedDataParallel module, and it calls none; "
@@ -191,13 +191,6 @@ class TrainStep:
         for met in self._seen.replicas.values():
             if self._settings.overrides and met.ddp not in self._replaced:
                 raise UsageError(f"{WHAT}: overrides do not reach {met.name}; pass it to the step")
-        captured = capture(gm, inputs, self._seen)
-        given = zip(captured.gm.graph.find_nodes(op="placeholder"), inputs, strict=True)
-        state = {node.name: each for node, each in given if isinstance(each, torch.Tensor)}
-        for override in self._settings.overrides:
-            what = f"{type(override).__name__}.transform"
-            captured.gm = passed(override.transform, captured.gm, what, state)
-        return captured
 
 
 def _read_of(ddp: Any) -> tuple[Plan | None, str]:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import ddpopt
 from ddpopt.errors import UnsupportedError
-from ddpopt.torch_private import RELEASES
+from ddpopt.torch_private import RELEASES, STEP
 from tests.support.commands import run
 
 GONE = "_compute_bucket_assignment_by_size"
@@ -41,6 +41,20 @@ def test_the_facade_reports_a_missing_name_where_an_import_fails(monkeypatch: py
         _ = ddpopt.plan
     monkeypatch.setitem(sys.modules, "ddpopt.doctor", None)
     assert f"\n  torch.distributed.{GONE}: " in run("doctor", "cap_5").stderr
+
+
+def test_each_part_of_torch_that_a_step_replaces_has_its_reason_and_is_missed_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from ddpopt.step.tracing import CREATED, Seen, _patches  # not in older releases
+
+    public = {"torch.nn.parallel.DistributedDataParallel.forward", "torch.autograd.backward"}
+    public.add("torch.optim.Optimizer.zero_grad")
+    replaced = {name.removesuffix(".side_effects") if name in CREATED else name for name in _patches(Seen())}
+    assert replaced - public <= STEP.keys()
+    monkeypatch.delattr("torch._dynamo.pgo.auto_dynamic")
+    with pytest.raises(UnsupportedError, match="auto_dynamic: a schedule compiles a step again"):
+        ddpopt.train_step(lambda: None)
 
 
 def test_the_releases_are_those_of_the_pin_and_no_page_or_comment_has_others() -> None:

@@ -1,0 +1,48 @@
+"""The passes over a captured step, in their order; Inductor's `Schedule` and the backend come after them.
+
+Each pass takes the step and the settings, and changes the step's graph or adds to the step. A way to send
+gradients, a user's override: each is a pass here, or a value that a pass reads.
+"""
+
+from collections.abc import Callable
+
+from ddpopt.step.collectives import insert_collectives, plan_step
+from ddpopt.step.graphs import CapturedStep
+from ddpopt.step.overrides import passed
+from ddpopt.step.settings import WHAT, StepSettings
+
+Pass = Callable[[CapturedStep, StepSettings], None]
+
+
+def apply_overrides(step: CapturedStep, settings: StepSettings) -> None:
+    """Let the user's overrides change the graph, before it has collectives.
+
+    Raises:
+        UsageError: an override returns no graph.
+    """
+    for override in settings.overrides:
+        what = f"{type(override).__name__}.transform"
+        step.gm = passed(override.transform, step.gm, what, step.tensors)
+
+
+def plan_buckets(step: CapturedStep, _: StepSettings) -> None:
+    """Plan the buckets of each DDP module."""
+    step.plans = plan_step(step)
+
+
+def send_buckets(step: CapturedStep, settings: StepSettings) -> None:
+    """Insert an all-reduce for each bucket."""
+    insert_collectives(step, step.plans, settings.fusion)
+
+
+def apply_transform(step: CapturedStep, settings: StepSettings) -> None:
+    """Let the user's transform change the graph with its collectives.
+
+    Raises:
+        UsageError: it returns no graph.
+    """
+    if settings.transform is not None:
+        step.gm = passed(settings.transform, step.gm, f"{WHAT}(transform=...)")
+
+
+PASSES: tuple[Pass, ...] = (apply_overrides, plan_buckets, send_buckets, apply_transform)
