@@ -75,7 +75,8 @@ def exchanging_in(case: Case, group: dist.ProcessGroup) -> Case:
     def exchanging() -> nn.Module:
         model = case.model()
         if isinstance(model, WithExchange):
-            model.size, model.group_name = dist.get_world_size(group), group.group_name
+            model.size = dist.get_world_size(group)
+            model.group_name = group.group_name
         return model
 
     return replace(case, model=exchanging)

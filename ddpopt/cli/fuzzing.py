@@ -61,7 +61,8 @@ def planned(  # one for each option of the command line
     backend_of(backend)
     left_out = chosen(without, sorted(known_features()), "--without")
     shard = int(os.environ.get("RANK") or 0)
-    release, draws = torch.__version__.partition("+")[0], fingerprint(Source(seed, shard, left_out))
+    release = torch.__version__.partition("+")[0]
+    draws = fingerprint(Source(seed, shard, left_out))
     return CampaignPlan(seed, shard, modes, backend, nproc, left_out, release, draws)
 
 

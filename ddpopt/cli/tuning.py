@@ -62,10 +62,12 @@ def tune(
     found: comparing.Tuned | None = _measured(*ranks, *task)
     if found is None:
         return
-    steps, profile = {row.name: row.predicted for row in found.rows}, found.profile
+    steps = {row.name: row.predicted for row in found.rows}
+    profile = found.profile
     alone_s = profile.forward_s + profile.backward_s + profile.update_s
     steps |= scale.steps_of(profile, found.link, sizes, most_mb * MIB)
-    measured, rows = {row.name: ms(row.step_s) for row in found.rows}, []
+    measured = {row.name: ms(row.step_s) for row in found.rows}
+    rows = []
     for name, step in steps.items():
         mib = [sent.nbytes / MIB for sent in step.buckets]
         count = f"{len(mib)} bucket{'s' * (len(mib) != 1)}"

@@ -133,7 +133,8 @@ def _digest(payload: str) -> str:
 def _await_everyone(board: "Store", size: int, timeout: timedelta) -> bool:
     # Polling instead of Store.wait, which holds the client's lock while it waits: the backends' watchdog
     # threads share the client.
-    deadline, pause_s = time.monotonic() + timeout.total_seconds(), FIRST_PAUSE_S
+    deadline = time.monotonic() + timeout.total_seconds()
+    pause_s = FIRST_PAUSE_S
     while board.add("arrived", 0) < size:
         left_s = deadline - time.monotonic()
         if left_s <= 0 or board.check(["verdict"]):

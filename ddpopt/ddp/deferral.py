@@ -225,7 +225,8 @@ class Deferral:
             log.warning("DDP keeps its own buckets: %s", error)
         plan = next((plan for plan in plans if plan is not None), None)
         if plan and not same_buckets(plans):
-            rank, difference = plans.index(plan), plan_difference(plans)
+            rank = plans.index(plan)
+            difference = plan_difference(plans)
             log.info("the ranks' plans differ; all ranks use that of rank %d:\n%s", rank, difference)
             require_fit(ddp, plan)
         return plan

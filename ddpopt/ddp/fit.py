@@ -199,7 +199,8 @@ def _bucket_problems(bucket: Bucket, specs: list[ParamSpec]) -> Iterator[str]:
         sparse = (spec.name for spec in specs if spec.sparse)
         yield from (f"{place} holds {name!r} and others, but its gradient is sparse" for name in sparse)
     if len(specs) == len(bucket.params) and len(kinds) == 1:
-        nbytes, dtype = sum(spec.nbytes for spec in specs), specs[0].dtype
+        nbytes = sum(spec.nbytes for spec in specs)
+        dtype = specs[0].dtype
         if (nbytes, dtype) != (bucket.nbytes, bucket.dtype):
             yield (
                 f"{place} is planned as {bucket.nbytes} bytes of {bucket.dtype}, but its parameters are "

@@ -87,7 +87,8 @@ def held_parameters(ddp: Any) -> list[Tensor]:
     Raises:
         UnsupportedError: as for `as_built`.
     """
-    reducer, planned = running_reducer(ddp), planned_reducer(ddp)
+    reducer = running_reducer(ddp)
+    planned = planned_reducer(ddp)
     if planned is not None:
         parameters: list[Tensor] = planned.parameters
         return parameters
@@ -114,7 +115,8 @@ def numbered_parameters(ddp: Any) -> list[Tensor]:
         UnsupportedError: as for `as_built`, or the module's order has changed and the numbers are not known.
             They appear in DDP's log after the step that follows the rebuilding of its buckets.
     """
-    reducer, held = running_reducer(ddp), held_parameters(ddp)
+    reducer = running_reducer(ddp)
+    held = held_parameters(ddp)
     if planned_reducer(ddp) is not None:
         return held
     place_of = {id(parameter): place for place, parameter in enumerate(ddp.module.parameters())}

@@ -63,7 +63,8 @@ class WatchedLogger:
     """
 
     def __init__(self, logger: Any, watcher: Any) -> None:
-        self.logger, self.watcher = logger, watcher
+        self.logger = logger
+        self.watcher = watcher
 
     @outside_dynamo
     def __getattr__(self, name: str) -> Any:
@@ -224,7 +225,8 @@ def _reducer_arguments(ddp: Any, plan: Plan, names: Sequence[str]) -> dict[str, 
     planned = planned_reducer(ddp)
     # the module may have lost some since, which DDP goes on to reduce
     if len(parameters) != len(names) and planned is not None:
-        parameters, sparse = planned.parameters, planned.expects_sparse
+        parameters = planned.parameters
+        sparse = planned.expects_sparse
         mapping = dict(enumerate(names))
     places = {name: place for place, name in enumerate(names)}
     # Pass on all switches that DDP and its reducer have in common; they differ between releases of torch.

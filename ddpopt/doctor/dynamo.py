@@ -140,7 +140,8 @@ def taking_notes() -> Iterator[Notes]:
     handler = torch._dynamo.callback.callback_handler
     before = {name: copy.copy(getattr(_utils, name)) for name in _FILLED}
     callbacks = list(handler.start_callbacks), list(handler.end_callbacks)
-    metrics, active = _utils._compilation_metrics, DistributedDataParallel._active_ddp_module
+    metrics = _utils._compilation_metrics
+    active = DistributedDataParallel._active_ddp_module
     _utils.counters.clear()
     torch._dynamo.reset()
     _utils._compilation_metrics = deque()

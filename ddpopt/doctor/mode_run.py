@@ -20,7 +20,9 @@ from ddpopt.explanation.rehearsal import generators_kept
 from ddpopt.judge.rules.failing import in_words
 from ddpopt.observation.reducer_buckets import ObservedBucket, running_buckets
 
-EAGER, TORCH, OURS = "eager DDP", "torch's DDPOptimizer", "ddpopt"
+EAGER = "eager DDP"
+TORCH = "torch's DDPOptimizer"
+OURS = "ddpopt"
 
 
 @dataclass(frozen=True)

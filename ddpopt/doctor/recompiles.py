@@ -60,7 +60,8 @@ def recompile_findings(notes: Notes) -> Iterator[Advice]:
 
 
 def _finding(same: Sequence[Frame]) -> Advice:
-    first, last = same[0], max(frame.step for frame in same)
+    first = same[0]
+    last = max(frame.step for frame in same)
     guard, read_by = _guard(first.recompiled)
     times = "once" if len(same) == 1 else f"{len(same)} times"
     seconds = sum(frame.total_s for frame in same)
@@ -69,7 +70,8 @@ def _finding(same: Sequence[Frame]) -> Advice:
         f"{_function(first.function)} ({first.file}:{first.line}) was recompiled {times}, {when}, which "
         f"took {seconds:.1f} s, because this guard failed: {guard}."
     )
-    weight, cost = Weight.SLOW, "While one rank compiles, all others wait for it in their next all-reduce."
+    weight = Weight.SLOW
+    cost = "While one rank compiles, all others wait for it in their next all-reduce."
     if last == 0 and len(same) == 1:
         weight = Weight.NOTE
         cost = "It is called in two ways in every step; the second compilation serves all later steps."

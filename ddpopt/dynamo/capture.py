@@ -81,14 +81,17 @@ def capture(model: nn.Module, *inputs: Any, strategy: Strategy = "auto", **kwarg
         raise UsageError(f"model: expected a torch.nn.Module, got {model!r}")
     ddp_kwargs = {key: kwargs.pop(key) for key in DDP_ARGUMENTS if key in kwargs}
     if not isinstance(model, nn.parallel.DistributedDataParallel):
-        config, specs = BucketConfig.from_kwargs(**ddp_kwargs), specs_from_module(model)
+        config = BucketConfig.from_kwargs(**ddp_kwargs)
+        specs = specs_from_module(model)
     elif ddp_kwargs:
         raise UsageError(
             f"do not pass {', '.join(map(repr, sorted(ddp_kwargs)))} with a DDP module; it already has its "
             "options. Leave them out, or pass the module inside (ddp.module)"
         )
     else:
-        config, specs, model = limits_of(model), specs_from_ddp(model), model.module
+        config = limits_of(model)
+        specs = specs_from_ddp(model)
+        model = model.module
     mode, fakes, copies = fake_copy(model, inputs, kwargs)
     known = ModelGraphs({id(copies[spec.name]): spec for spec in specs}, config)
     graphs = _traced(mode, fakes, known, strategy)
@@ -131,7 +134,8 @@ def _untraceable(model: nn.Module, call: object, error: BaseException) -> str:
     while "dynamo" in f"{type(root)} {root}".lower() and (root.__cause__ or root.__context__):
         root = root.__cause__ or root.__context__
     takes, got = (shorten(str(each), 400) for each in (inspect.signature(model.forward), call))
-    said, got = str(root).partition("\n\n")[0], got.replace("FakeTensor(..., ", "Tensor(")
+    said = str(root).partition("\n\n")[0]
+    got = got.replace("FakeTensor(..., ", "Tensor(")
     return f"{type(root).__name__}: {said}\nIts forward takes {takes}, and got {got}."
 
 

@@ -69,7 +69,8 @@ class ModelGraphs:
             facts = replace(facts, params=tuple(use for use in facts.params if use.spec.name not in taken))
             if not inline:
                 return plan_graph(facts, config)
-            graph_plan.plan, graph_plan.ready = plan_whole(facts), facts.ready
+            graph_plan.plan = plan_whole(facts)
+            graph_plan.ready = facts.ready
             return plan_whole(facts, self._join([*self._graphs, graph_plan]).buckets)
 
         planned = planned_by(strategies, captured, decide)

@@ -66,7 +66,9 @@ class Campaign:
         Returns:
             The summary of the whole campaign, including earlier runs.
         """
-        started, plan, limits = time.monotonic(), self.plan, self.limits
+        started = time.monotonic()
+        plan = self.plan
+        limits = self.limits
         source = Source(plan.seed, plan.shard, plan.without)
         with contextlib.suppress(KeyboardInterrupt), self._worker:
             for place, model in source.models(self.journal.next_place):

@@ -112,8 +112,10 @@ class FoundCase:
             data = json.loads(text)
             version = data.pop("version")
             data.pop("features")
-            model, setting = read_model(data.pop("model")), Setting(**data.pop("setting"))
-            signature, kind = FailureSignature(**data.pop("signature")), Outcome(data.pop("kind"))
+            model = read_model(data.pop("model"))
+            setting = Setting(**data.pop("setting"))
+            signature = FailureSignature(**data.pop("signature"))
+            kind = Outcome(data.pop("kind"))
             mode(data["mode"])  # else there is no such engine here
             case = FoundCase(model=model, setting=setting, signature=signature, kind=kind, **data)
         except (ValueError, KeyError, TypeError, AttributeError, UsageError) as error:

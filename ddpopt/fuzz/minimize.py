@@ -132,7 +132,8 @@ class _Search:
 
     def _smaller_model(self) -> bool:
         """Apply each change that keeps the failure; the next try starts where the last change was made."""
-        place, before = 0, self.found.case
+        place = 0
+        before = self.found.case
         candidates = list(smaller(before.model))
         while place < len(candidates):
             if self._shows(replace(self.found.case, model=candidates[place])):

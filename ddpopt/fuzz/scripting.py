@@ -18,7 +18,8 @@ from ddpopt.judge.trials.judge import EXACT
 
 FIRST_BUCKET_BYTES = 2**20
 """DDP's default; torch's optimizer takes no smaller cap."""
-GRADIENTS, GRAPHS = "a gradient wherever eager DDP has one", "as many graphs as for the model alone"
+GRADIENTS = "a gradient wherever eager DDP has one"
+GRAPHS = "as many graphs as for the model alone"
 """Claims about structure that a script can show without ddpopt."""
 IMPORTS = ("import ", "from ")
 SECTIONS = ("\n\ndef run_step(", "\n\nDDP_KWARGS =", "\n\nif __name__")
@@ -127,7 +128,8 @@ def _definitions(source: str, *, whole: bool) -> tuple[list[str], str]:
     """The imports of a model's source, and the part of it that makes the model, its inputs and its loss."""
     lines = source.partition('"""\n\n')[2].splitlines()
     count = next(index for index, line in enumerate(lines) if line and not line.startswith(IMPORTS))
-    imports, body = [line for line in lines[:count] if line], "\n".join(lines[count:])
+    imports = [line for line in lines[:count] if line]
+    body = "\n".join(lines[count:])
     text, _, rest = body.partition(SECTIONS[0])
     kwargs = rest.partition(SECTIONS[1])[2].partition(SECTIONS[2])[0]
     return imports, f"{text.rstrip()}\n\n\nDDP_KWARGS ={kwargs.rstrip()}" if whole else text.rstrip()

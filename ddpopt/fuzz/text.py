@@ -81,7 +81,8 @@ def minimized_lines(result: Minimized, script: str, ran: FoundCase, reproduces: 
     yield ""
     ended = "no smaller failure was found" if result.ended else "the search ran out of tries or time"
     yield paragraph(f"{count_of(result.tries, 'model')} tried; {ended}")
-    given, how = result.case.setting, ""
+    given = result.case.setting
+    how = ""
     if ran.setting.lowers_limit != given.lowers_limit:
         how = f", at width {ran.model.width}, with torch's own limits"
     elif ran.setting.steps != given.steps:
@@ -93,7 +94,8 @@ def minimized_lines(result: Minimized, script: str, ran: FoundCase, reproduces: 
 
 
 def _sized(name: str, case: FoundCase) -> tuple[str | int, ...]:
-    model, setting = case.model, case.setting
+    model = case.model
+    setting = case.setting
     parameters = sum(each.numel() for each in model.program.model().parameters())
     lines = len(model.source.splitlines())
     return (name, parameters, lines, model.cap_bytes, setting.nproc, setting.steps, setting.backend)

@@ -41,7 +41,9 @@ COLLECTIVE_LIMIT_S = 60.0
 DIGITS = 3
 PLAN = "plan"
 OK = "ok"
-FAILURE, VERDICT, OVERLAP = "failure", "verdict", "overlap, as a share of eager DDP's"
+FAILURE = "failure"
+VERDICT = "verdict"
+OVERLAP = "overlap, as a share of eager DDP's"
 
 
 def failures(figures: Mapping[str, Mapping[str, Figure]]) -> list[str]:
@@ -199,7 +201,9 @@ class CountingBackend:
 
 def _overlap(case: Case, how: Engine, backend: Any, ranks: Ranks) -> _Overlap:
     """Run a mode with a communication hook; returns the first failure of any rank, if there is one."""
-    failure, counted, potential = "", CountingBackend(find_compiler(backend or "eager")), 0.0
+    failure = ""
+    counted = CountingBackend(find_compiler(backend or "eager"))
+    potential = 0.0
     try:
         with warnings.catch_warnings(), how.running(), _fresh_group() as group:
             warnings.simplefilter("ignore")

@@ -137,7 +137,8 @@ def _measure(
         if isinstance(event, str):
             begin(event)
 
-    size, device = settings.nproc, settings.device
+    size = settings.nproc
+    device = settings.device
     return launch(_on_rank, settings, due, nproc=size, limit_s=RUN_LIMIT_S, device=device, on_event=hear)[0]
 
 

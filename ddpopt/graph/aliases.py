@@ -28,7 +28,8 @@ def returned_input(node: fx.Node) -> fx.Node | None:
 
 def passes_on_input(node: fx.Node) -> bool:
     """Whether `node` returns one of its inputs unchanged, as ``contiguous()`` may, and writes to none."""
-    returned, given = tensors_of([node]), tensors_of(node.all_input_nodes)
+    returned = tensors_of([node])
+    given = tensors_of(node.all_input_nodes)
     return not returned.keys().isdisjoint(given) and not mutated_inputs(node)
 
 

@@ -253,8 +253,11 @@ def _signatures_of(target: Any) -> tuple[Signature, ...]:
         return (Signature(("a",), written=("a",)),)
     module = getattr(target, "__module__", None) or ""
     if isinstance(target, types.BuiltinFunctionType) and module.startswith("torch"):
+        of_operator = _of_operator(name_of(target))
+        if of_operator:
+            return of_operator
         known = name_of(target) in KNOWN_BUILTINS or f"{module}.".startswith(KNOWN_PACKAGES)
-        return _of_operator(name_of(target)) or (Signature(),) * known
+        return (Signature(),) if known else ()
     return (_of_function(target),) if callable(target) and _is_known(target) else ()
 
 
@@ -270,12 +273,16 @@ def _of_schema(overload: OpOverload) -> Signature:
 def _of_method(name: str) -> tuple[Signature, ...]:
     """A tensor method; its first argument is named ``self``, as in torch's schemas."""
     if name.startswith("__"):
-        writes = getattr(operator, name.strip("_"), None) in WRITING_OPERATORS
-        return (Signature(("self",), written=("self",) * writes),)
+        return (_of_self(writes=getattr(operator, name.strip("_"), None) in WRITING_OPERATORS),)
+    of_operator = _of_operator(name)
+    if of_operator:
+        return of_operator
     known = hasattr(torch.Tensor, name) or name in ("redistribute", "to_local")  # the last two of DTensor
-    if (found := _of_operator(name)) or not known:
-        return found
-    return (Signature(("self",), written=("self",) * name.endswith("_")),)
+    return (_of_self(writes=name.endswith("_")),) if known else ()
+
+
+def _of_self(*, writes: bool) -> Signature:
+    return Signature(("self",), written=("self",) if writes else ())
 
 
 def _of_operator(name: str) -> tuple[Signature, ...]:

@@ -90,7 +90,8 @@ def overlaps_itself(value: object) -> bool:
     """
     if not (isinstance(value, torch.Tensor) and value.layout == torch.strided and value._is_view()):
         return False
-    reach, overlaps = 0, False
+    reach = 0
+    overlaps = False
     for stride, size in sorted(zip(map(_hint, value.stride()), map(_hint, value.shape), strict=True)):
         overlaps |= 0 < stride <= reach and size > 1
         reach += stride * (size - 1)

@@ -50,7 +50,8 @@ def numbers_as_tensors(gm: fx.GraphModule) -> None:
     numbers: dict[fx.Node, None] = {}
     for node in gm.graph.nodes:
         if node.target == aten._local_scalar_dense.default:
-            node.target, node.meta = aten.amax.default, {}  # of one element, which may be written to later
+            node.target = aten.amax.default
+            node.meta = {}  # of one element, which may be written to later
             numbers[node] = None
         elif node.op == "call_function" and any(each in numbers for each in node.all_input_nodes):
             value = node.meta.get("val")
@@ -61,7 +62,8 @@ def numbers_as_tensors(gm: fx.GraphModule) -> None:
                     node.target = OF_NUMBERS.get(name) or getattr(torch, name)
             else:
                 dtype = tree_map_only(Tensor, lambda each: each.dtype, value)
-                node.target, node.args = with_tensors, (node.target, dtype, *node.args)
+                node.args = (node.target, dtype, *node.args)
+                node.target = with_tensors
     gm.recompile()
 
 

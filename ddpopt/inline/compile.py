@@ -74,7 +74,8 @@ def together(lent: Sequence[fx.Node], facts: GraphFacts, buckets: Sequence[Bucke
         if closed or spec.sparse or spec.device != device:
             groups.append([])
         groups[-1].append(node)
-        device, closed = spec.device, spec.sparse or last_of[bucket_of[spec.name]] is node
+        device = spec.device
+        closed = spec.sparse or last_of[bucket_of[spec.name]] is node
     return groups
 
 

@@ -40,7 +40,8 @@ class _HandOver(ir.FallbackKernel):
         names = [gradient.get_name() for gradient in gradients]
         scheduler: Any = V.graph.scheduler
         last = _last_used(names, scheduler.current_node.last_usage)
-        slots, treatment = self.constant_args[: len(names)], self.constant_args[len(names) :]
+        slots = self.constant_args[: len(names)]
+        treatment = self.constant_args[len(names) :]
         how = [TAKEN if name in last and t == COPIED else t for name, t in zip(names, treatment, strict=True)]
         self.constant_args = (*slots, *how)
         V.graph.never_reuse_buffers.update(name for name, h in zip(names, how, strict=True) if h == TAKEN)

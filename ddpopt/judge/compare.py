@@ -279,7 +279,8 @@ def communication(
     Returns:
         The error of the element that exceeds its bound most, or comes closest to it, and its distance in ULP.
     """
-    value, mean = exact(got), terms.total / terms.ranks
+    value = exact(got)
+    mean = terms.total / terms.ranks
     if value.numel() == 0:
         return Difference(0.0, 0.0, 0.0)
     own = dense(got).dtype

@@ -231,11 +231,14 @@ class Observation:
 
     def _carried(self, backward: _Backward) -> dict[int, int]:
         """Match launches with buckets, which are sent in order, each in one all-reduce of its size."""
-        buckets, place, carried = self._buckets_of(backward) or (), 0, dict[int, int]()
+        buckets = self._buckets_of(backward) or ()
+        place = 0
+        carried = dict[int, int]()
         for index in backward.launches:
             for bucket in buckets[place:]:
                 if _fits(self._launches[index], bucket, self._hooked):
-                    carried[index], place = bucket.index, bucket.index + 1
+                    carried[index] = bucket.index
+                    place = bucket.index + 1
                     break
         return carried
 

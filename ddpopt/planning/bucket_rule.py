@@ -139,7 +139,8 @@ def ready_buckets(ready: Sequence[ParamSpec], config: BucketConfig) -> list[tupl
 
 def closing_reason(specs: Sequence[ParamSpec], limit: int) -> str:
     """Why a bucket of these parameters, in ready order, closes under a limit in bytes."""
-    nbytes, last = sum(spec.nbytes for spec in specs), specs[-1]
+    nbytes = sum(spec.nbytes for spec in specs)
+    last = specs[-1]
     if last.sparse:
         return f"{last.name} has a sparse gradient and is sent alone"
     if nbytes < limit:

@@ -10,9 +10,9 @@ import contextlib
 import inspect
 import itertools
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Set
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, cast
 
 import torch
@@ -285,20 +285,25 @@ def _aliased_with_own_gradient(body: Body) -> Iterator[Span]:
     """
     for index, node in enumerate(body.nodes):
         name = getattr(node.target, "__name__", str(node.target))
+        unsafe = name.lstrip("_").startswith("unsafe_")
         known = is_known(node) and not is_detached_view(node)
         apart = isinstance(node.target, HigherOrderOperator) or not known
-        apart, unsafe = apart and requires_grad(example_value(node)), name.lstrip("_").startswith("unsafe_")
+        apart = apart and requires_grad(example_value(node))
         keys = Counter(storages(node)).items() if apart or unsafe else ()
-        own = {key for key, times in keys if times > 1 or key in read_storages(node)}
-        if not own or not (apart or not own.isdisjoint(body.written)):
+        shared = {key for key, times in keys if times > 1 or key in read_storages(node)}
+        if not shared or not (apart or not shared.isdisjoint(body.written)):
             continue
-        names = _with_users(node, lambda user, own=own: not own.isdisjoint(storages(user)))  # type: ignore[misc]  # bound now
-        last = max(map(body.last_use, names))
+        last = max(map(body.last_use, _with_users(node, partial(_is_in, shared))))
         first = index
         if unsafe or name == "register_hook" or last == len(body.nodes):
-            first = min(body.made[key] for key in own)
-            last = max(body.last_read[key] for key in own)
+            first = min(body.made[key] for key in shared)
+            last = max(body.last_read[key] for key in shared)
         yield Span(first + 1, last, f"{node.name!r} shares another value's memory, but is no plain view")
+
+
+def _is_in(shared: Set[int], node: fx.Node) -> bool:
+    """Whether the value of a node is in one of these storages."""
+    return not shared.isdisjoint(storages(node))
 
 
 def up_to_last_write(body: Body) -> Iterator[Span]:

@@ -151,9 +151,12 @@ def _buckets(parts: Sequence[_Part], config: BucketConfig, read: Collection[str]
             specs = tuple(single[index] for index in members)
             known = any(spec.name in read for spec in specs)
             rows.append((places[max(members)], specs, reason if known else UNREAD))
-    segments: list[int] = []  # parameters that no graph reads belong to the segment that is ready next
+    segments: list[int] = []
+    segment = 0
     for part in reversed(parts):
-        segments.append(part.segment if part.segment is not None else segments[-1] if segments else 0)
+        if part.segment is not None:  # what no graph reads: the segment that is ready next
+            segment = part.segment
+        segments.append(segment)
     return tuple(
         Bucket.of(index, specs, segments[-1 - place], reason)
         for index, (place, specs, reason) in enumerate(sorted(rows, key=lambda row: row[0]))

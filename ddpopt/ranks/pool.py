@@ -242,7 +242,8 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
         stacks = rank.stacks.read_text(errors="replace") if rank.stacks.exists() else ""
         kind: Kind = "died"
         if rank.error:
-            kind, code = "raised", None
+            kind = "raised"
+            code = None
         elif stacks.startswith(OF_A_LIMIT):
             kind = "stalled"
         elif rank.was_told_to_end:
@@ -294,7 +295,8 @@ class _Rank:
 
     def begin(self, task: Task) -> None:
         """Start a task on this rank."""
-        self.value, self.error = None, ""
+        self.value = None
+        self.error = ""
         self.has_ended = self.was_told_to_end = False
         self._read_before = self._log.stat().st_size
         self.send(task)

@@ -71,7 +71,8 @@ class Layout:
     @classmethod
     def of(cls, graph: fx.Graph, first_nodes: Sequence[str]) -> "Layout":
         """The layout of a graph that is cut before the nodes named `first_nodes`."""
-        layout, names = cls(graph), frozenset(first_nodes)
+        layout = cls(graph)
+        names = frozenset(first_nodes)
         for node, state in states(graph):
             if node.name in names:
                 layout.segments.append([])

@@ -73,7 +73,8 @@ class _Segment:
     def recompute(self, node: fx.Node) -> fx.Node:
         """Recompute a node of an earlier segment, in the grad mode in which the graph computes it."""
         arguments = {source: self.read(source) for source in node.all_input_nodes}
-        here, there = self.state.grad_enabled, self.layout.grad_modes[node]
+        here = self.state.grad_enabled
+        there = self.layout.grad_modes[node]
         if here != there:
             self.graph.create_node("call_function", GRAD_MODE, (there,), name="recomputed_grad_mode")
         copied = self.graph.node_copy(node, arguments.__getitem__)

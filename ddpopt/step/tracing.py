@@ -102,7 +102,7 @@ def traceable(seen: Seen) -> Iterator[None]:
 
 
 def _patches(seen: Seen) -> dict[str, Any]:
-    """What replaces which part of torch while a step is traced; `ddpopt.torch_private.STEP` has the reasons."""
+    """What replaces which part of torch while a step is traced; the reasons are in `ddpopt.torch_private`."""
     forward, accumulate = seen.traced
     return {
         "torch.nn.parallel.DistributedDataParallel.forward": forward,
@@ -241,7 +241,8 @@ class _Traced(variables.UserDefinedObjectVariable):
 
 
 def _optimizer(seen: Seen, value: Optimizer, **options: Any) -> Any:
-    name, kind = source_name(options["source"]), type(value).__name__
+    name = source_name(options["source"])
+    kind = type(value).__name__
     seen.optimizers[id(value)] = f"{name} ({kind})", value
     if any(group.get("fused") for group in value.param_groups):
         raise UnsupportedError(f"{WHAT}: {name} is {kind}(fused=True), one opaque kernel; leave fused out")

@@ -151,5 +151,6 @@ def step_summary(title: str, text: str, exit_code: int) -> str:
     <BLANKLINE>
     """
     shown = text if len(text) <= AT_MOST else f"{text[:AT_MOST]}\n... (the JSON has the rest)"
-    heading, block = html.escape(" ".join(title.split())), html.escape(shown)
+    heading = html.escape(" ".join(title.split()))
+    block = html.escape(shown)
     return f"<h2>{SIGNS[exit_code]} {heading}</h2>\n\n<pre>\n{block}\n</pre>\n\n"

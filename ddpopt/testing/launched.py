@@ -95,7 +95,8 @@ class LaunchedRank:
         if None in present:
             return self._end(item, [[] if text else lost(item, LATE) for text in present])
         self.on_gpu = set(present) == {"gpu"}
-        limit_s, reports = needs_of(item).limit_s, lost(item, ENDED)
+        limit_s = needs_of(item).limit_s
+        reports = lost(item, ENDED)
         try:
             with self._limits.limited(limit_s, item.nodeid):
                 reports = runtestprotocol(item, log=False, nextitem=nextitem)

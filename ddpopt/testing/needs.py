@@ -68,20 +68,23 @@ def needs_of(item: pytest.Item) -> Needs:
     assert marker is not None
     match marker.args:
         case (int(size),) if size > 0 and marker.kwargs.keys() <= {"backend", "timeout"}:
-            backend, limit_s = marker.kwargs.get("backend"), marker.kwargs.get("timeout", _other_limit(item))
+            backend = marker.kwargs.get("backend")
+            limit_s = marker.kwargs.get("timeout", _other_limit(item))
             if backend in BACKENDS and isinstance(limit_s, int | float) and limit_s > 0:
                 return Needs(size, backend, float(limit_s))
             expected = "world_size(n, backend='gloo' or 'nccl', timeout=seconds above 0)"
             advice = "Omit what you do not need to set."
         case _:
-            expected, advice = "world_size(n) with one positive int", "Write @pytest.mark.world_size(2)."
+            expected = "world_size(n) with one positive int"
+            advice = "Write @pytest.mark.world_size(2)."
     got = f"args {marker.args!r}, kwargs {marker.kwargs!r}"
     return Needs(0, problem=f"{item.nodeid}: expected {expected}, got {got}. {advice}")
 
 
 def lacking(item: pytest.Item) -> str:
     """Return why a marked test cannot have its ranks; empty if it can."""
-    needs, present = needs_of(item), launched_ranks()
+    needs = needs_of(item)
+    present = launched_ranks()
     if present is None:
         return ""
     if present < needs.size:

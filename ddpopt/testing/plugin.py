@@ -139,7 +139,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """
     if not is_marked(item):
         return
-    needs, rank = needs_of(item), item.config.stash.get(rank_key, None)
+    needs = needs_of(item)
+    rank = item.config.stash.get(rank_key, None)
     if needs.problem:
         raise pytest.UsageError(needs.problem)
     if reason := lacking(item):

@@ -64,13 +64,15 @@ class Pools:
         """
         needs = needs_of(item)
         pool = self._pools.get(needs.size) or self._new_pool(item.session, needs.size)
-        doing, limit_s = "starting: ", START_LIMIT_S
+        doing = "starting: "
+        limit_s = START_LIMIT_S
         try:
             if not pool.is_running:
                 self._differences[needs.size] = difference(pool.run(collected, limit_s=limit_s))
             if self._differences[needs.size]:
                 return lost(item, self._differences[needs.size])
-            doing, limit_s = "", needs.limit_s
+            doing = ""
+            limit_s = needs.limit_s
             following = nextitem.nodeid if nextitem and _size_for(nextitem) == needs.size else ""
             answers = pool.run(PooledRank.run, item.nodeid, following, limit_s=limit_s)
             texts: dict[int, str] = dict(enumerate(answers))

@@ -132,7 +132,8 @@ def difference(names_of: Sequence[Sequence[str]]) -> str:
       rank 1 lacks 1 of rank 0's 2 tests: a
     Collect the same tests on every rank: collection must not depend on the rank, the time or chance.
     """
-    first, lines = names_of[0], []
+    first = names_of[0]
+    lines = []
     expected = set(first)
     for rank, names in enumerate(names_of):
         own = set(names)

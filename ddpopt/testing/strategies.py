@@ -49,7 +49,8 @@ def models(draw: st.DrawFn, *, without: Iterable[str] = (), max_steps: int = 8) 
 
 
 def _allowed(without: Iterable[str]) -> Features:
-    known, refused = known_features(), frozenset(without)
+    known = known_features()
+    refused = frozenset(without)
     if unknown := sorted(refused - known):
         raise UsageError(
             f"expected names of features, got {', '.join(map(repr, unknown))}; the features are: "

@@ -41,9 +41,16 @@ STRATEGIES = {"ddpopt-inline": "inline", "ddpopt-split": "split", "eager": "eage
 Compile = Callable[..., Any]
 """Compiles a DDP module for a strategy and any buckets."""
 CAPS = ("bucket_cap_mb", "bucket_cap_mb_list")
-WARM_UP, PROFILED, PROFILINGS, TURNS, A_TURN = 3, 20, 15, 30, 2
-"""Steps until all is compiled; profiled steps, and how often some more are profiled; turns of each plan, and
-measured steps in a turn."""
+WARM_UP = 3
+"""Steps until all is compiled."""
+PROFILED = 20
+"""Profiled steps."""
+PROFILINGS = 15
+"""How often some more steps are profiled."""
+TURNS = 30
+"""Turns of each plan."""
+A_TURN = 2
+"""Measured steps in a turn."""
 CONFIDENT = 1.96
 """The quantile of the normal distribution for a two-sided confidence of 95 %."""
 
@@ -229,7 +236,8 @@ def _choose(
 
     Without a stored link, steps with the buckets so far show how much sending delays the computation.
     """
-    watch, strategy = trainee.watch, trainee.strategy
+    watch = trainee.watch
+    strategy = trainee.strategy
     held = ranks.gather(watch.one_each())[0]
 
     def profiled(steps: int) -> Profile:

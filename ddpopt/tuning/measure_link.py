@@ -44,13 +44,15 @@ def measure_link(group: Any, device: torch.device) -> Link:
     # round after round, so that a busy moment is in one time of each stream; the first one warms up
     own = [[_stream_s(group, device, each) for each in buffers] for _ in range(REPEATS + 1)]
     # other load only adds time
-    times, nbytes = _typical(own[1:], group, device, 0.25), [count * size for count, size in streams]
+    times = _typical(own[1:], group, device, 0.25)
+    nbytes = [count * size for count, size in streams]
     latency = linear_regression(COUNTS, times[: len(COUNTS)], proportional=True).slope  # of the smallest
     per_byte = linear_regression(nbytes, times, proportional=True).slope  # the large ones decide
     each = zip(streams, nbytes, times, strict=True)
     residual = median(abs(max(count * latency, n * per_byte) / s - 1) for (count, _), n, s in each)
     processor, busy = _mutual(group, device)
-    size, backend = dist.get_world_size(group), str(dist.get_backend(group))
+    size = dist.get_world_size(group)
+    backend = str(dist.get_backend(group))
     # more is noise: sending takes no more than the whole processor
     return Link(latency, per_byte, min(processor, per_byte), busy, residual, backend, size, conditions())
 
@@ -90,7 +92,8 @@ def _mutual(group: Any, device: torch.device) -> tuple[float, float]:
 
     def computing(parts: int, works: Sequence[Any] = ()) -> tuple[float, float]:
         """Seconds of a computation, and of what is sent meanwhile."""
-        begin, busy_s = now(device), 0.0
+        begin = now(device)
+        busy_s = 0.0
         for _ in range(parts):
             for _ in range(A_PART):
                 torch.mm(matrix, matrix)

@@ -16,8 +16,10 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from ddpopt.tuning.records import ms
 from ddpopt.tuning.simulate import Sent, Timeline
 
-COLUMNS, LABELS = 60, 9
-"""Widths of the text, and of the names of its rows."""
+COLUMNS = 60
+"""Width of the text."""
+LABELS = 9
+"""Width of the names of its rows."""
 NOT_XML = re.compile(r"[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """Characters that no XML document may contain, as in some names of parameters."""
 MARKS = {"forward": "f", "backward": "b", "waiting": ".", "update": "u"}
@@ -53,8 +55,10 @@ def spans(timeline: Timeline) -> dict[str, list[Period]]:
     rows |= {"buckets": [], "network": []}
     filled = timeline.forward_s
     for sent in timeline.buckets:
-        begin, filled = filled, max(filled, sent.ready_s)
-        name, hidden = f"bucket {sent.index}", min(max(sent.sent_s, timeline.backward_s), sent.back_s)
+        begin = filled
+        filled = max(filled, sent.ready_s)
+        name = f"bucket {sent.index}"
+        hidden = min(max(sent.sent_s, timeline.backward_s), sent.back_s)
         rows["buckets"].append(Period(name, begin, filled, filled, sent))
         rows["network"].append(Period(name, sent.sent_s, sent.back_s, hidden, sent))
     return rows
@@ -65,7 +69,10 @@ def lanes(row: Sequence[Period]) -> list[list[Period]]:
     found: list[list[Period]] = []
     for span in sorted(row, key=lambda span: span.begin_s):
         free = next((lane for lane in found if lane[-1].end_s <= span.begin_s), None)
-        found.append([span]) if free is None else free.append(span)
+        if free is None:
+            found.append([span])
+        else:
+            free.append(span)
     return found
 
 
@@ -93,7 +100,8 @@ def chrome_trace(predicted: Timeline, observed: Sequence[Timeline] = ()) -> str:
             for span in lane:
                 parts = [(span.name, span.begin_s), ("exposed", span.hidden_s)]
                 for name, begin_s in parts if span.hidden_s < span.end_s else parts[:1]:
-                    begin, end = round(begin_s * 1e6), round(span.end_s * 1e6)
+                    begin = round(begin_s * 1e6)
+                    end = round(span.end_s * 1e6)
                     at = {"ts": begin, "dur": end - begin, "args": asdict(span.sent) if span.sent else {}}
                     events.append({"ph": "X", "name": name, **at, **on})
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
@@ -155,7 +163,8 @@ def text(timelines: Mapping[str, Timeline]) -> str:
             for span in spans(step)[row]:
                 parts = [(span.name, span.begin_s, span.hidden_s), ("#", span.hidden_s, span.end_s)]
                 for name, begin_s, end_s in parts:
-                    first, after = int(begin_s * per_s), int(end_s * per_s) + (begin_s < end_s)
+                    first = int(begin_s * per_s)
+                    after = int(end_s * per_s) + (begin_s < end_s)
                     cells[first:after] = MARKS.get(name, name[-1]) * (after - first)
             lines.append(f"{row:{LABELS}}{''.join(cells)}".rstrip())
     return "\n".join([*lines, LEGEND])

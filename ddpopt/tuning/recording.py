@@ -112,7 +112,8 @@ class Watch:
 
     def install(self, plan: Plan, *, holds: bool = False) -> None:
         """Give this rank's reducer other buckets; the others must do the same before their next reduction."""
-        self.hold, self._plan = (Hold(self.ddp, self.device) if holds else None), plan
+        self.hold = Hold(self.ddp, self.device) if holds else None
+        self._plan = plan
         install(self.ddp, plan, self.hold)
 
     @property
@@ -243,10 +244,13 @@ class Hold:
         future: Future[Any] = Future(devices=[self._device] if self._device.type == "cuda" else None)
         self._kept.append((bucket, future))
         if bucket.is_last():
-            kept, self._kept = self._kept, []
+            kept = self._kept
+            self._kept = []
             sending = [self._hook(self._state, held) for held, _ in kept]
             received = [each.wait() for each in sending]
-            self.sent, last, self.last = now(self._device), self.last, None
+            self.sent = now(self._device)
+            last = self.last
+            self.last = None
             if last:
                 last()
             for (_, waiting), value in zip(kept, received, strict=True):

@@ -39,10 +39,14 @@ def scaled(link: Link, world_size: int, algorithm: str = "ring") -> Link:
     Returns:
         The link. Its latencies grow with the hops, and its costs of a byte with the bytes that a rank sends.
     """
-    measured, hops, share = link.world_size, world_size - 1, (world_size - 1) / world_size
+    measured = link.world_size
+    hops = world_size - 1
+    share = (world_size - 1) / world_size
     if algorithm == "tree":
-        hops, share = (world_size - 1).bit_length(), 1.0
-    far, much = hops / (measured - 1), share / ((measured - 1) / measured)
+        hops = (world_size - 1).bit_length()
+        share = 1.0
+    far = hops / (measured - 1)
+    much = share / ((measured - 1) / measured)
     by = {"latency_s": far, "seconds_per_byte": much, "processor_s_per_byte": much}
     costs: dict[str, Any] = {name: factor * getattr(link, name) for name, factor in by.items()}
     return replace(link, world_size=world_size, **costs)

@@ -96,7 +96,8 @@ def simulate(plan: Plan, profile: Profile, link: Link) -> Timeline:
         several = f"{len(differing)} parameters differ, such as {differing[0]!r}"
         raise UsageError(f"the plan and the profile are of different models: {several}; make both of one")
     free = latest = delay = 0.0
-    computed, begin = profile.backward_s, profile.forward_s
+    computed = profile.backward_s
+    begin = profile.forward_s
     last = max(ready_s.values(), default=0.0)
     found: list[Sent] = []
     for bucket in plan.buckets:

@@ -15,10 +15,10 @@ the link idle; if the end is later all the same, nothing is merged.
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import repeat
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ddpopt.planning.bucket_rule import ParamSpec
 from ddpopt.planning.plan import Bucket, Plan
@@ -52,10 +52,18 @@ def tune(profile: Profile, link: Link, most_bytes: float = LARGEST) -> Plan:
     order = sorted(profile.gradients, key=lambda gradient: gradient.ready_s)
     faster = replace(link, latency_s=FASTER * link.latency_s, seconds_per_byte=FASTER * link.seconds_per_byte)
     apart = _best(order, (link, faster), most_bytes)
-    found = _merged(apart, faster, order[-1].ready_s, most_bytes), apart
-    plans = [plan_of(([g.spec for g in unit] for unit in each), "the step ends earliest") for each in found]
+    merged = _merged(apart, faster, order[-1].ready_s, most_bytes)
+
+    def end_s(plan: Plan) -> float:
+        return round(simulate(plan, profile, link).buckets[-1].back_s, 9)
+
     # where there are several classes, a merge may change what delays what
-    return min(plans, key=lambda plan: round(simulate(plan, profile, link).buckets[-1].back_s, 9))
+    return min((_plan_of_units(merged), _plan_of_units(apart)), key=end_s)
+
+
+def _plan_of_units(units: Sequence[Unit]) -> Plan:
+    groups = [[gradient.spec for gradient in unit] for unit in units]
+    return plan_of(groups, "the step ends earliest")
 
 
 def plan_of(groups: Iterable[Sequence[ParamSpec]], reason: str) -> Plan:
@@ -69,56 +77,94 @@ def _kind(gradient: Gradient) -> tuple[str, str, str]:
 
 
 def _best(gradients: Sequence[Gradient], links: Sequence[Link], most: float) -> list[Unit]:
-    """The buckets of the division that is back first over the first link, and of those over the second."""
-    kinds = [*map(_kind, gradients)]
-    own = {kind: torch.tensor([0, *(each == kind for each in kinds)]) for kind in {*kinds}}
-    nbytes = torch.tensor([0, *(gradient.spec.nbytes for gradient in gradients)], dtype=torch.float64)
-    sizes = {kind: (nbytes * mask).cumsum(0) for kind, mask in own.items()}
-    counts = {kind: mask.cumsum(0) for kind, mask in own.items()}
-    total, last_s = nbytes.cumsum(0), gradients[-1].ready_s
+    """The buckets of the division that is back first over the first link, and of those over the second.
+
+    Column `n` of `free` is the earliest time at which each link is free after the first `n` gradients;
+    ``begins[n]`` is where the last run of that division begins.
+    """
+    kinds = [_kind(gradient) for gradient in gradients]
+    total = _running_sum(gradient.spec.nbytes for gradient in gradients)
+    sizes: dict[Any, Tensor] = {}
+    counts: dict[Any, Tensor] = {}
+    for kind in {*kinds}:
+        sizes[kind] = _running_sum(g.spec.nbytes * (_kind(g) == kind) for g in gradients)
+        counts[kind] = _running_sum(other == kind for other in kinds)
+    last_s = gradients[-1].ready_s
     free = torch.zeros(len(links), len(kinds) + 1, dtype=torch.float64)
-    ready: dict[Any, Any] = {}  # of each class so far, in the order of their last gradients
-    came = [0]
+    begins = [0]
+    ready: dict[Any, float] = {}  # of each class so far, in the order of their last gradients
     for end, gradient in enumerate(gradients, 1):
-        ready.pop(kinds[end - 1], None)
-        ready[kinds[end - 1]] = gradient.ready_s
-        at, sent, before = free[:, :end], total[:end], total[:end]
+        kind = kinds[end - 1]
+        ready.pop(kind, None)
+        ready[kind] = gradient.ready_s
+        # for each place at which the last run may begin: when the links are free, and what was sent
+        at = free[:, :end]
+        sent = total[:end]
         for kind, ready_s in ready.items():
-            size, count = (sums[kind][end] - sums[kind][:end] for sums in (sizes, counts))
-            delay = sent * links[0].processor_s_per_byte
-            given = repeat(size), torch.maximum(at, ready_s + delay), repeat(last_s + delay)
-            back = torch.stack([*map(Link.back_s, links, *given)])
+            size = sizes[kind][end] - sizes[kind][:end]
+            count = counts[kind][end] - counts[kind][:end]
+            delay_s = sent * links[0].processor_s_per_byte
+            starts = torch.maximum(at, ready_s + delay_s)
+            computed_s = last_s + delay_s
+            on_links = zip(links, starts, strict=True)
+            back = torch.stack([link.back_s(size, start_s, computed_s) for link, start_s in on_links])
             back = back.where((size <= most) | (count == 1), math.inf)
-            at, sent = back.where(count > 0, at), sent + size
-        early = at.where(at[0] <= at[0].min() * (1 + ROUNDING), math.inf)
-        first = (early <= early.amin(1, keepdim=True) * (1 + ROUNDING)).all(0)
-        wanted = before.where(before <= total[end] - FINEST * total[-1], -before)
-        came.append(int(wanted.where(first, -math.inf).argmax()))
-        free[:, end] = at[:, came[-1]]
-    found: list[Unit] = []
+            at = back.where(count > 0, at)
+            sent = sent + size
+        is_first = at[0] <= at[0].min() * (1 + ROUNDING)
+        early = at.where(is_first, math.inf)
+        is_early = (early <= early.amin(1, keepdim=True) * (1 + ROUNDING)).all(0)
+        # of these the last that leaves the run enough bytes, or else the first
+        before = total[:end]
+        preference = before.where(before <= total[end] - FINEST * total[-1], -before)
+        begin = int(preference.where(is_early, -math.inf).argmax())
+        begins.append(begin)
+        free[:, end] = at[:, begin]
+    return _units(gradients, begins)
+
+
+def _running_sum(values: Iterable[float]) -> Tensor:
+    """The sum of the first `n` values, for each `n` from 0 on."""
+    return torch.tensor([0, *values], dtype=torch.float64).cumsum(0)
+
+
+def _units(gradients: Sequence[Gradient], begins: Sequence[int]) -> list[Unit]:
+    """The buckets of a division; within a run, a class whose last gradient comes later is sent later."""
+    units: list[Unit] = []
+    end = len(gradients)
     while end:
         run: dict[object, Unit] = {}
-        for gradient in gradients[came[end] : end]:
-            run[_kind(gradient)] = (*run.pop(_kind(gradient), ()), gradient)
-        found[:0], end = run.values(), came[end]
-    return found
+        for gradient in gradients[begins[end] : end]:
+            kind = _kind(gradient)
+            run[kind] = (*run.pop(kind, ()), gradient)
+        units[:0] = run.values()
+        end = begins[end]
+    return units
 
 
 def _merged(buckets: Sequence[Unit], link: Link, last_s: float, most: float) -> list[Unit]:
     """Merge each bucket with those of its class that are complete before a link is free for it."""
-    found, free, sent, place = [*buckets], 0.0, 0.0, 0
-    while place < len(found):
-        unit, delay = found[place], sent * link.processor_s_per_byte
-        begin = max(free, unit[-1].ready_s + delay)
-        other = next((n for n in range(place + 1, len(found)) if _kind(found[n][0]) == _kind(unit[0])), place)
-        both, ready_s = unit + found[other], found[other][-1].ready_s
-        late_s = LATE * (ready_s - unit[0].ready_s)
-        if other > place and ready_s + late_s + delay <= begin and _bytes(both) <= most:
-            found[place : other + 1] = [*found[place + 1 : other], both]
-            continue
-        free = link.back_s(_bytes(unit), begin, last_s + delay)
-        sent, place = sent + _bytes(unit), place + 1
-    return found
+    merged = [*buckets]
+    free_s = 0.0
+    sent = 0.0
+    place = 0
+    while place < len(merged):
+        unit = merged[place]
+        delay_s = sent * link.processor_s_per_byte
+        begin_s = max(free_s, unit[-1].ready_s + delay_s)
+        alike = (n for n in range(place + 1, len(merged)) if _kind(merged[n][0]) == _kind(unit[0]))
+        other = next(alike, None)
+        if other is not None:
+            both = unit + merged[other]
+            ready_s = both[-1].ready_s
+            late_s = LATE * (ready_s - unit[0].ready_s)
+            if ready_s + late_s + delay_s <= begin_s and _bytes(both) <= most:
+                merged[place : other + 1] = [*merged[place + 1 : other], both]
+                continue
+        free_s = link.back_s(_bytes(unit), begin_s, last_s + delay_s)
+        sent += _bytes(unit)
+        place += 1
+    return merged
 
 
 def _bytes(unit: Unit) -> float:

@@ -212,7 +212,10 @@ class Engine:
     ) -> "Engine":
         """Make a model data-parallel in a copy of this engine, and return that; raises UsageError."""
         run = copy.copy(self)
-        run.model, run.group, run.backend, run.ddp_kwargs = model, group, backend, ddp_kwargs
+        run.model = model
+        run.group = group
+        run.backend = backend
+        run.ddp_kwargs = ddp_kwargs
         made: object = run.prepare(model, group)
         if not callable(made):
             got = type(made).__name__

@@ -24,7 +24,8 @@ from ddpopt.planning.plan import Cut, Plan
 from ddpopt.split.partition import partition
 from ddpopt.split.segments import compile_segments
 
-NOTHING, EVERYTHING = range(0), range(sys.maxsize)
+NOTHING = range(0)
+EVERYTHING = range(sys.maxsize)
 SHOWN_OPERATIONS = 6
 WHY = "to find what is wrong"
 FRAME = re.compile(r'File "([^"]+)", line (\d+), in')
@@ -77,7 +78,8 @@ class ChosenPieces:
 
     def described(self, part: range) -> tuple[str, ...]:
         """Describe the pieces of a part for people, one line per graph."""
-        lines, before = [], 0
+        lines = []
+        before = 0
         for number, pieces in enumerate(self.graphs):
             places = _places(part, before, len(pieces))
             before += len(pieces)
@@ -120,7 +122,8 @@ def pieces_of(gm: fx.GraphModule) -> list[list[fx.Node]]:
         The nodes of each piece, in order; one empty piece for a graph without a body.
     """
     body = body_nodes(gm.graph)
-    blocked, held = blocked_positions(gm.graph, {*gm.graph.nodes}), _emptied(gm.graph, body)
+    blocked = blocked_positions(gm.graph, {*gm.graph.nodes})
+    held = _emptied(gm.graph, body)
     starts = [place for place in range(1, len(body)) if blocked[place] is None and place not in held]
     return [body[start:end] for start, end in itertools.pairwise([0, *starts, len(body)])]
 

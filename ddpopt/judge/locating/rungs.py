@@ -195,7 +195,8 @@ class Known:
         Returns:
             Whether a try caused it, so that new ranks can continue from here.
         """
-        tried, end = self.trying, first.signal or f"exit code {first.exit_code}"
+        tried = self.trying
+        end = first.signal or f"exit code {first.exit_code}"
         how = f"rank {first.rank} {first.kind}{f' of {end}' if first.kind == 'died' else ''}"
         if tried is None or first.kind == "stalled":
             during = f" while {tried.stage.name} was being tried" if tried else ""
@@ -207,6 +208,7 @@ class Known:
             symptom = Symptom("run", first.error.partition(":")[0].rpartition(".")[2])
         if tried.exact is None:
             self.rungs.append(Rung(tried.stage.name, agrees=False, detail=how))
-            self.stage, self.symptom = tried.stage, symptom
+            self.stage = tried.stage
+            self.symptom = symptom
         self.symptoms[replace(tried, exact=bool(tried.exact))] = symptom
         return True

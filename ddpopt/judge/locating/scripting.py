@@ -44,7 +44,8 @@ def script_of(
         device: the device of the trial.
     """
     module, _, name = stage.backend.rpartition(":")
-    death, folder = symptom.how if symptom.kind == "died" else "", Path.cwd()
+    death = symptom.how if symptom.kind == "died" else ""
+    folder = Path.cwd()
     return rendered(
         "reproduction.jinja",
         {

@@ -45,7 +45,8 @@ def search(ranks: Ranks, question: Question, stages: Sequence[Stage], seconds: f
         known: the results of earlier ranks.
     """
     until = time.monotonic() + seconds
-    asked, case = option(question.option), question.case_on(ranks.size)
+    asked = option(question.option)
+    case = question.case_on(ranks.size)
     subject = Subject(case, asked, question.steps, ranks.device, evaluates=question.evaluates)
     with gc_frozen(), closing(Bench(subject, ranks, Settings().collective_limit_s, resume)) as bench:
         reference = Reference.make(bench)
@@ -85,7 +86,8 @@ class Search:
             symptom = symptom_of(trial)
             self.known.rungs.append(rung_of(stage, trial))
             if self.question.is_shown_by(stage, symptom):
-                self.known.stage, self.known.symptom = stage, symptom
+                self.known.stage = stage
+                self.known.symptom = symptom
             self._notify()
             if self.known.stage is not None:
                 return
@@ -98,7 +100,8 @@ class Search:
         whole = Try(stage, exact=False)  # first beyond rounding; if that shows nothing, bit for bit
         if self._symptom(whole) is None:
             whole = replace(whole, exact=True)
-        symptom, nothing = self._symptom(whole), replace(whole, part=NOTHING)
+        symptom = self._symptom(whole)
+        nothing = replace(whole, part=NOTHING)
         if symptom is None:
             self._blame("the difference did not appear again before pieces were chosen")
         elif (self.known.symptoms.get(nothing) or self._run(nothing)) == symptom or self.listed is None:
@@ -155,7 +158,8 @@ class Search:
         return judge(self.reference, own, backend, exact=one.exact)
 
     def _blame(self, about: str, segments: tuple[str, ...] = ()) -> None:
-        self.known.about_segments, self.known.segments = about, segments
+        self.known.about_segments = about
+        self.known.segments = segments
         self._notify()
 
     def _notify(self, trying: Try | None = None) -> None:

@@ -30,7 +30,8 @@ def junit_xml(verdict: Verdict) -> str:
     Returns:
         An XML document, with its declaration.
     """
-    document, suites = JUnitXml(_allowed(verdict.target)), dict[str, TestSuite]()
+    document = JUnitXml(_allowed(verdict.target))
+    suites = dict[str, TestSuite]()
     for case in dict.fromkeys(trial.case for trial in verdict.trials):
         suites[case] = TestSuite(_allowed(case))
         for name, value in {"world_size": str(verdict.world_size), **verdict.environment}.items():

@@ -26,7 +26,8 @@ def verdict_text(verdict: Verdict) -> str:
     Returns:
         Lines joined by newlines, without one after the last, which is the verdict.
     """
-    view, several = overview(verdict), len(verdict.trials) > 1
+    view = overview(verdict)
+    several = len(verdict.trials) > 1
     known = "; ".join(f"{name} {value}" for name, value in verdict.environment.items())
     blocks = [paragraph(known, "  ")] if known else []
     blocks += matrix_text(view) if several else map(_title, verdict.trials)

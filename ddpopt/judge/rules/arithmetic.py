@@ -193,10 +193,13 @@ def arithmetic_of(
         dropout mask, a branch not taken), the samples' mean is used instead.
     """
     stacked = torch.stack([exact(sample) for sample in samples])
-    eager, settled = stacked[0], stacked.isfinite().all(0)
+    eager = stacked[0]
+    settled = stacked.isfinite().all(0)
     values = stacked.where(settled, 0)
     center = values.mean(0)
-    factor, truth, note = centered_factor(len(values)), center, "no float64 reference"
+    factor = centered_factor(len(values))
+    truth = center
+    note = "no float64 reference"
     kind = dense(samples[0]).dtype
     # an integer that rounding does not change is exact
     dtype = kind if kind.is_floating_point else torch.float64
@@ -206,7 +209,9 @@ def arithmetic_of(
         reach = max(spread, unit_roundoff(dtype) * rms(found))
         note = "float64 takes a different path through this model"
         if rms(values[0] - found) <= CREDIBLE * tail_factor(len(values)) * reach:
-            factor, truth, note = tail_factor(len(values)), found, ""
+            factor = tail_factor(len(values))
+            truth = found
+            note = ""
     return Arithmetic(
         truth=truth,
         mean_square=_norm([rms(value - truth) for value in values]),
@@ -308,7 +313,9 @@ def _judged_as_a_whole(got: Tensor, eager: Arithmetic) -> Difference:
         return Difference(math.inf, eager.rms_bound, math.inf, NOT_FINITE, right=False)
     value = value.where(eager.settled, 0)
     error = (value - eager.truth).abs()
-    root, top, size = rms(error), largest(error), rms(eager.truth)
+    root = rms(error)
+    top = largest(error)
+    size = rms(eager.truth)
     kind = dense(got).dtype
     distance = ulps(value.to(kind), eager.truth.to(kind)) if kind.is_floating_point else top
     is_zero = size > 0 and not bool(value.any())

@@ -113,7 +113,8 @@ def is_of_judge(error: BaseException) -> bool:
 def in_words(error: BaseException) -> str:
     """An exception's type and message, the innermost line of the user's code, and the informative frame."""
     words = " ".join(str(error).split())
-    users, where = users_line(error), ""
+    users = users_line(error)
+    where = ""
     frame = _telling(traceback.extract_tb(error.__traceback__))
     if frame is not None and f"({frame.filename}:{frame.lineno} in " not in users:
         file = Path(frame.filename).name

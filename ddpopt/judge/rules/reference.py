@@ -48,6 +48,10 @@ def _remember_buffers(seen: list[Named], trainer: Trainer) -> None:
     trainer.parallel.model.register_forward_pre_hook(note)
 
 
+def _note_ready(ready: dict[str, None], name: str, _: nn.Parameter) -> None:
+    ready.setdefault(name)
+
+
 def _set_buffers(left: Iterator[Named], model: nn.Module, _: object) -> None:
     known: Named = next(left, {})
     for name, buffer in model.named_buffers():
@@ -100,21 +104,22 @@ class Reference:
         again = bench.run(mode("eager"), None, follow=eager.starts)
         if again is None:
             return None
-        made, ready = cls(bench, eager, again), dict[str, None]()
+        reference = cls(bench, eager, again)
+        ready = dict[str, None]()
 
         def prepare(trainer: Trainer) -> None:
             set_next = functools.partial(_set_buffers, iter(buffers))
             trainer.parallel.model.register_forward_pre_hook(set_next)
             parameter: Any  # torch does not type the method
             for name, parameter in trainable(trainer.parallel.model):
-                parameter.register_post_accumulate_grad_hook(lambda _, name=name: ready.setdefault(name))
+                parameter.register_post_accumulate_grad_hook(functools.partial(_note_ready, ready, name))
 
         if bench.subject.option.local:
-            made.alone = bench.run(LOCAL, None, follow=eager.starts, tamper=prepare)
-        if made.alone is not None:
-            made.ready = [*(ready | dict.fromkeys(made.ready))]
-            made.sums = [bench.sums(step.gradients, step.state) for step in made.alone.steps]
-        return made
+            reference.alone = bench.run(LOCAL, None, follow=eager.starts, tamper=prepare)
+        if reference.alone is not None:
+            reference.ready = [*(ready | dict.fromkeys(reference.ready))]
+            reference.sums = [bench.sums(step.gradients, step.state) for step in reference.alone.steps]
+        return reference
 
     @functools.cached_property
     def graphs(self) -> list[int] | None:
@@ -132,8 +137,11 @@ class Reference:
     @functools.cached_property
     def arithmetic(self) -> list[dict[str, Arithmetic]]:
         """The rounding of each number in eager, for each step. A collective at its first access."""
-        bench, eager, option = self.bench, self.eager, self.bench.subject.option
-        case, runs = bench.subject.adapted, [eager]
+        bench = self.bench
+        eager = self.eager
+        option = self.bench.subject.option
+        case = bench.subject.adapted
+        runs = [eager]
         own = bench.ranks.gather(autocast_dtypes(case, bench.grid.rank, bench.subject.device))
         computes = option.computes or coarsest(dtype for dtypes in own for dtype in dtypes)
         for number in range(1, SAMPLES):

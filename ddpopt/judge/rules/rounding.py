@@ -200,6 +200,7 @@ def _values(
         if kind is not NumberKind.PARAMETER:
             values[name] = tensor
         elif plain(name) in written:
-            began, begins = first.starts[step][plain(name)], run.starts[step][plain(name)]
+            began = first.starts[step][plain(name)]
+            begins = run.starts[step][plain(name)]
             values[name] = tensor if run is first else exact(began) + (exact(tensor) - exact(begins))
     return values

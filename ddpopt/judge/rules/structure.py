@@ -15,11 +15,13 @@ from torch import Tensor
 from ddpopt.judge.rules import collectives
 from ddpopt.judge.rules.evidence import Break, Broken, Peer, RunEvidence, unlike_first
 from ddpopt.judge.training.record import FINAL, RecordedStep, in_sight, is_rounded, plain, seen
-from ddpopt.judge.training.visible import GRADIENT_OF, MOVED, REMADE, form_of, is_of_last_step
+from ddpopt.judge.training.values import form_of
+from ddpopt.judge.training.visible import GRADIENT_OF, MOVED, REMADE, is_of_last_step
 from ddpopt.judge.training.whole_step import WHOLE
 from ddpopt.judge.verdict import Finding
 
-MISSING, UNTRAINED = "missing", "that of no trained parameter"
+MISSING = "missing"
+UNTRAINED = "that of no trained parameter"
 
 
 def structure(evidence: RunEvidence, rank: int) -> list[Finding]:

@@ -21,7 +21,7 @@ from ddpopt.judge.engines.meshes import has_parts
 from ddpopt.judge.training.memory import Pairs
 from ddpopt.judge.training.record import RecordedStep, unreduced
 from ddpopt.judge.training.trainer import Option, Trainer, evaluating, random_state
-from ddpopt.judge.training.visible import form_of
+from ddpopt.judge.training.values import form_of
 
 EVALUATION = "the evaluation"
 TWO_BACKWARDS = "two backwards"

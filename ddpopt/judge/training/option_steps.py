@@ -76,7 +76,8 @@ def evaluate_between(trainer: Trainer) -> None:
 
 def both_models(trainer: Trainer) -> None:
     """Run one backward through two independent models."""
-    loss, other = trainer.loss(), trainer.other
+    loss = trainer.loss()
+    other = trainer.other
     if other is not None:
         args, kwargs = trainer.inputs(part=1)
         loss = loss + trainer.case.loss(other.call(*args, **kwargs))

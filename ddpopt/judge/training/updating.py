@@ -154,10 +154,12 @@ def repeated(record: Record) -> list[Updated]:
     found = []
     for start, step in zip(record.starts, record.steps, strict=False):
         for name, parameter in zip(names, parameters, strict=True):
-            data, gradient = start[name].clone(), step.taken.get(name)
+            data = start[name].clone()
+            gradient = step.taken.get(name)
             if gradient is not None and (gradient.shape, gradient.dtype) != (data.shape, data.dtype):
                 gradient = None
-            parameter.data, parameter.grad = data, None if gradient is None else gradient.clone()
+            parameter.data = data
+            parameter.grad = None if gradient is None else gradient.clone()
         gradients = [p.grad for p in parameters if p.grad is not None]
         if not scales or all(bool(dense(gradient).isfinite().all()) for gradient in gradients):
             updates.step()

@@ -5,13 +5,9 @@ and which of these share memory. No hook is registered, so the program that runs
 equal programs see the same values under the same names, in any run of a process.
 """
 
-import contextlib
-import functools
 import hashlib
-import inspect
 import re
-import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +25,16 @@ from ddpopt.judge.training.surroundings import (
     process_state,
     settings_of_torch,
 )
+from ddpopt.judge.training.values import (
+    PLAIN,
+    form_of,
+    held_by,
+    is_theirs,
+    leaves,
+    reached,
+    type_name_of,
+    walked,
+)
 
 GRADIENT_OF = "gradient of "
 KEPT = "kept "
@@ -39,125 +45,6 @@ OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 REMADE = "list of what it changed in the model"
 MOVED = "list of parameters in other memory"
 STEPS_THAT_COMPILE = 2
-DEPTH = 8
-"""How deeply nested containers are searched."""
-PLAIN = (bool, int, float, complex, str, type(None))
-PASSED_OVER = (type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
-
-
-def leaves(value: Any, name: str, depth: int = DEPTH) -> Iterator[tuple[str, Any]]:
-    """Yield the tensors and plain values in containers and plain objects, each with its path.
-
-    >>> list(leaves({"a": [1, None]}, "output"))
-    [("output['a'][0]", 1), ("output['a'][1]", None)]
-    """
-    return (found for found in _walked(value, name, depth) if isinstance(found[1], (Tensor, *PLAIN)))
-
-
-def _walked(value: Any, name: str, depth: int = DEPTH) -> Iterator[tuple[str, Any]]:
-    """Like `leaves`, but yields each container before its contents."""
-    yield name, value
-    if depth > 0:
-        for part, entry in _parts(value):
-            yield from _walked(entry, name + part, depth - 1)
-
-
-def _parts(value: Any) -> Iterable[tuple[str, Any]]:
-    if isinstance(value, (Tensor, *PLAIN)):
-        return []
-    if isinstance(value, Mapping):
-        return [(f"[{key!r}]", value[key]) for key in value]
-    if isinstance(value, (list, tuple)):
-        return [(f"[{index}]", entry) for index, entry in enumerate(value)]
-    if isinstance(value, (nn.Module, functools.partial, *PASSED_OVER)) or _is_inner(value):
-        return []
-    return [(f".{key}", entry) for key, entry in getattr(value, "__dict__", {}).items()]
-
-
-def _is_inner(value: Any) -> bool:
-    """Whether a value is internal to torch or ddpopt."""
-    return type(value).__module__.startswith(("torch._", "torch.autograd", "torch.distributed", "ddpopt."))
-
-
-def held_by(function: Any, depth: int = DEPTH // 2) -> Iterator[tuple[str, Any]]:
-    """Yield the tensors and plain values that a user's function can reach without its arguments."""
-    for name, value in _uses(function).items():
-        if isinstance(value, nn.Module):
-            yield from ((f"{name}.{path}", tensor) for path, tensor in value.named_buffers())
-        elif depth > 0 and (callable(value) and not isinstance(value, type)):
-            yield from held_by(value, depth - 1)
-        else:
-            yield from leaves(value, name)
-
-
-def _is_theirs(function: Any) -> bool:
-    """Whether a function is torch's or ddpopt's own."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    return isinstance(function, types.FunctionType) and f"{function.__module__}.".startswith(
-        ("torch.", "ddpopt.")
-    )
-
-
-def _uses(function: Any) -> dict[str, Any]:
-    """The values a function refers to: bound arguments, its closure and defaults, globals of its module."""
-    if _is_theirs(function):
-        return {}
-    if isinstance(function, functools.partial):
-        given = {str(place): value for place, value in enumerate(function.args)}
-        return {"function": function.func, **given, **function.keywords}
-    if isinstance(function, types.MethodType):
-        return {"self": function.__self__, "function": function.__func__}
-    if not isinstance(function, types.FunctionType):  # list.append, or a callable object
-        return {"self": getattr(function, "__self__", function)}
-    used: dict[str, Any] = {}
-    with contextlib.suppress(ValueError):  # raised for a variable without a value
-        closure = inspect.getclosurevars(function)
-        used = {**closure.globals, **closure.nonlocals}
-    defaults = {f"default {place}": value for place, value in enumerate(function.__defaults__ or ())}
-    return used | defaults | dict(function.__kwdefaults__ or {})
-
-
-def reached(loss: Tensor) -> list[Tensor]:
-    """List the leaves that a loss sends gradients to, in the order of its graph."""
-    found: dict[int, Tensor] = {}
-    pending, seen = [loss.grad_fn], set()
-    while pending:
-        node = pending.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if (leaf := getattr(node, "variable", None)) is not None:
-            found[id(leaf)] = leaf
-        pending += [source for source, _ in reversed(node.next_functions)]
-    if loss.grad_fn is None and loss.requires_grad:
-        found[id(loss)] = loss
-    return list(found.values())
-
-
-def _type_of(value: Any) -> str:
-    """Name a type, and the keys of a mapping in their order.
-
-    >>> _type_of({"a": 1, "b": 2})
-    "dict of 'a', 'b'"
-    """
-    keys = f" of {', '.join(map(repr, value))}" if isinstance(value, Mapping) else ""
-    return f"{type(value).__name__}{keys}"
-
-
-def form_of(tensor: Tensor, with_strides: bool = True) -> str:
-    """Describe a tensor's dtype, shape, strides and device, and its autograd state."""
-    layout = "" if tensor.layout is torch.strided else f", {tensor.layout}"
-    strides = ""
-    if with_strides and tensor.layout is torch.strided and tensor.numel():
-        # the stride of a dimension with a single element has no meaning
-        used = [stride if size > 1 else 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
-        strides = f", strides {tuple(used)}"
-    needs = ", requires grad" if tensor.requires_grad else ""
-    # in inference mode, compiled code does not always return inference tensors
-    foreign = tensor.is_inference() and not torch.is_inference_mode_enabled()
-    inference = ", of inference mode" if foreign else ""
-    return f"{tensor.dtype} {tuple(tensor.shape)}{strides} on {tensor.device}{layout}{needs}{inference}"
 
 
 def is_of_last_step(name: str) -> bool:
@@ -180,9 +67,6 @@ class Sight:
     def __init__(self, functions: Sequence[Any], model: nn.Module) -> None:
         self._functions = functions
         self._model = model
-        self._inputs: dict[str, Tensor] = {}
-        self._outputs: dict[str, Tensor] = {}
-        self._outside: dict[int, Tensor] = {}
         self._cleared: dict[int, Tensor] = {}
         self._held: dict[str, Any] = {}
         self._last: dict[str, tuple[Tensor, Tensor]] = {}
@@ -190,11 +74,17 @@ class Sight:
         self._makeup: dict[str, Any] = {}
         self._places: dict[str, int | None] = {}
         self._steps = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        self._inputs: dict[str, Tensor] = {}
+        self._outputs: dict[str, Tensor] = {}
+        self._outside: dict[int, Tensor] = {}
         self._forwards = 0
 
     def before_step(self, *, keep: bool) -> None:
         """Forget the last step's forwards, clear gradients of outside tensors, and record what is kept."""
-        self._inputs, self._outputs, self._outside, self._forwards = {}, {}, {}, 0
+        self._forget()
         for tensor in self._cleared.values():
             if keep and tensor.grad is not None:
                 tensor.grad.detach().zero_()
@@ -226,7 +116,9 @@ class Sight:
             values: the output with its values after the forward, if they may have changed.
         """
         name = f"output{_which(forward or self._forwards)}"
-        found: dict[str, Any] = {f"type of {path}": _type_of(value) for path, value in _walked(output, name)}
+        found: dict[str, Any] = {
+            f"type of {path}": type_name_of(value) for path, value in walked(output, name)
+        }
         then = {} if values is None else dict(leaves(values, name))
         for path, leaf in leaves(output, name):
             found[path] = _as_tensor(then.get(path, leaf))
@@ -280,23 +172,27 @@ class Sight:
         Returns:
             By name, as text. What changed in the process and in the model is counted from the first step on.
         """
-        process, parts = process_state(), makeup(self._model)
-        changed_process = ", ".join(self._changed_process(process)) or "nothing"
-        changed_parts = ", ".join(remade(self._makeup, parts)) or "nothing"
-        self._process, self._makeup = process, parts
         training = sorted({part.training for part in self._model.modules()})
         drawn = {f"state of {name} generator": state for name, state in generators().items()}
         return {
             "state of torch's settings": f"{settings_of_torch(device)}, training {training}",
-            "list of what it changed in the process": changed_process,
-            REMADE: changed_parts,
+            "list of what it changed in the process": ", ".join(self._changed_process()) or "nothing",
+            REMADE: ", ".join(self._changed_parts()) or "nothing",
             MOVED: ", ".join(self._moved()) or "none",
             **drawn,
         }
 
-    def _changed_process(self, process: Mapping[str, Any]) -> list[str]:
+    def _changed_parts(self) -> list[str]:
+        """What the model has or lacks since the last step."""
+        before = self._makeup
+        self._makeup = makeup(self._model)
+        return list(remade(before, self._makeup))
+
+    def _changed_process(self) -> list[str]:
         """What was changed in this process since the last step, but for what a compiler changes first."""
-        found = changed(self._process, process)
+        before = self._process
+        self._process = process_state()
+        found = changed(before, self._process)
         compiles = self._steps <= STEPS_THAT_COMPILE
         return [name for name in found if not (compiles and name in CHANGED_BY_COMPILING)]
 
@@ -351,13 +247,14 @@ class Sight:
             yield from ((f"by the case: {name}", value) for name, value in held_by(function))
         kind: Any
         for kind in dict.fromkeys(map(type, self._model.modules())):
-            if not _is_theirs(kind.forward):
+            if not is_theirs(kind.forward):
                 held = held_by(kind.forward, 0)
                 yield from ((f"by {kind.__name__}.forward: {name}", value) for name, value in held)
 
     def _kept(self) -> Iterator[tuple[str, Any]]:
         """Objects added since the step began, and earlier tensors, which may have been written."""
-        parameters, counts = self._parameters(), dict[str, int]()
+        parameters = self._parameters()
+        counts = dict[str, int]()
         for name, value in self._keepers():
             if name not in self._held or self._held[name] is not value:
                 if not name.startswith(ATTRIBUTE):  # a list outside the model grows from run to run

@@ -53,7 +53,8 @@ def judge(
         The trial, the same on every rank.
     """
     started = time.monotonic()
-    bench, backend = reference.bench, backend if mode.compiles else None
+    bench = reference.bench
+    backend = backend if mode.compiles else None
     name = "" if backend is None else getattr(backend, "__name__", str(backend))
     trial = Trial(bench.subject.case.name, mode.name, bench.subject.option.name, name, Status.REFUSED)
     if GIVES.index(bench.subject.option.needs) > GIVES.index(mode.gives):
@@ -131,7 +132,8 @@ def _ended(found: Sequence[Finding], judged_any: bool, unjudged: Sequence[str]) 
 
 
 def _evidence(reference: Reference, mode: Engine, backend: Any, record: Record) -> RunEvidence:
-    bench, subject = reference.bench, reference.bench.subject
+    bench = reference.bench
+    subject = reference.bench.subject
     alike = bench.grid.columns is None  # split models without ddpopt are compiled once more after a forward
     return RunEvidence(
         mode=mode,

@@ -116,7 +116,8 @@ def multihead_attention(w: Writer, x: str) -> str:
 def recurrence(w: Writer, x: str, *, cell: str, times: int) -> str:
     """Run one cell several times."""
     layer = w.module(f"nn.{cell}({w.width}, {w.width})", weight="weight_hh")
-    inputs, state = w.assign("i", x), w.local("s")
+    inputs = w.assign("i", x)
+    state = w.local("s")
     w.line(f"{state} = {f'({inputs}, {inputs})' if cell == 'LSTMCell' else inputs}")
     with w.nested(f"for _ in range({times}):"):
         w.line(f"{state} = {layer}({inputs}, {state})")

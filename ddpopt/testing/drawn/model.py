@@ -56,7 +56,8 @@ class DrawnModel:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value, kind = getattr(self, field.name), type(field.default)
+            value = getattr(self, field.name)
+            kind = type(field.default)
             if type(value) is not kind:
                 raise UsageError(f"expected {field.name} to be of type {kind.__name__}, got {value!r}")
         for name, allowed in CHOICES.items():
@@ -133,7 +134,8 @@ def _forms(model: DrawnModel) -> set[str]:
 
 
 def _module(model: DrawnModel, writer: Writer, outputs: Sequence[str]) -> str:
-    takes, returned = inputs_as(model.takes, list(writer.inputs)), outputs_as(model.returns, outputs)
+    takes = inputs_as(model.takes, list(writer.inputs))
+    returned = outputs_as(model.returns, outputs)
     root = writer.classes[0]
     if writer.ignored:
         root.init.append(f"self._ddp_params_and_buffers_to_ignore = {writer.ignored!r}")
@@ -145,7 +147,8 @@ def _module(model: DrawnModel, writer: Writer, outputs: Sequence[str]) -> str:
     signatures = [takes.signature, *(", ".join(inner.arguments) for inner in writer.classes[1:])]
     classes = [_class(text, given) for text, given in zip(writer.classes, signatures, strict=True)]
     definitions = "\n\n\n".join([*filter(_is_definition, helpers), *reversed(classes)])
-    batches, leaf = model.batches, LEAF_CODE.get(model.leaves)
+    batches = model.batches
+    leaf = LEAF_CODE.get(model.leaves)
     unused = {"find_unused_parameters": True} if "unused-parameter" in writer.features else {}
     return _MODULE.format(
         about=_filled(f"A model with {', '.join(sorted(writer.features)) or 'nothing but a layer'}."),

@@ -47,7 +47,8 @@ def no_grad(w: Writer, x: str, *, layers: str, body: Body) -> str:
 @register_block("autocast", body="any")
 def autocast(w: Writer, x: str, *, body: Body) -> str:
     """Run the body under autocast."""
-    value, before = w.local("a"), w.assign("i", x)
+    value = w.local("a")
+    before = w.assign("i", x)
     with w.nested('with torch.autocast("cpu", dtype=torch.bfloat16):', autocast=True):
         w.line(f"{value} = {body(before)}")
     return f"{value}.float()"

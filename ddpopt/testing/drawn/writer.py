@@ -285,7 +285,8 @@ class Writer:
             role: the prefix of its name.
             ignored: whether DDP must ignore it, regardless of the step.
         """
-        site, how = self._site, self._site.layer
+        site = self._site
+        how = self._site.layer
         site.layer = "ignored" if ignored else how
         made = self._layer(f"nn.Parameter({expression}){{}}", self.local(role), "")
         site.layer = how
@@ -307,7 +308,8 @@ class Writer:
 
     def _layer(self, template: str, name: str, weight: str) -> str:
         """Make a layer from `template`, which takes a suffix; `weight` is its parameter, with a dot."""
-        owner, how = self._scope.owner, self._site.layer
+        owner = self._scope.owner
+        how = self._site.layer
         made = owner.layers.setdefault(template, [])
         source = next((earlier for earlier, trained in reversed(made) if trained), None)
         if source and (how == "again" or (how == "tied" and not weight)):
@@ -353,7 +355,9 @@ class Writer:
         return f"{self.module(f'nn.Linear({self.width}, {self.width})')}({joined(kept, self.width)})"
 
     def _written(self, step: Step) -> tuple[str, Value]:
-        block, options, outer = find_block(step.block), dict(step.options), self._site
+        block = find_block(step.block)
+        options = dict(step.options)
+        outer = self._site
         operands = [self._scope.values[-1 - read % len(self._scope.values)] for read in step.reads]
         self._steps += 1
         self._site = site = Site(self._steps, options.pop("layer", "new"))

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ddpopt.judge.training.memory import sharing
-from ddpopt.judge.training.visible import GRADIENT_OF, Sight, held_by, leaves
+from ddpopt.judge.training.values import held_by, leaves
+from ddpopt.judge.training.visible import GRADIENT_OF, Sight
 
 KEPT: list[Tensor] = []
 
