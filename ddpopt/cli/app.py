@@ -122,10 +122,21 @@ def tune(  # noqa: PLR0913  # one for each option of the command line
     """
     from ddpopt.cli import tuning
 
-    files = {"json": json, "trace": trace, "html": html}
-    tuning.tune(
-        _case(target, ddp), (nproc, device, timeout), (mode, backend), link, world_size, most_mb, files
+    asked = tuning.Tuning(
+        case=_case(target, ddp),
+        nproc=nproc,
+        device=device,
+        timeout_s=timeout,
+        mode=mode,
+        backend=backend,
+        link=link,
+        world_size=world_size,
+        most_mb=most_mb,
+        json=json,
+        trace=trace,
+        html=html,
     )
+    tuning.tune(asked)
 
 
 @app.command(cls=Command, short_help="Measure what an all-reduce costs.")

@@ -5,9 +5,11 @@ Invariant: what can be checked is checked before anything is measured; so what w
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from ddpopt.cases.case import Case
 from ddpopt.dynamo.api import compile
 from ddpopt.dynamo.backends import backend_of
 from ddpopt.errors import UsageError
@@ -20,6 +22,7 @@ from ddpopt.terminal.status import status_line
 from ddpopt.terminal.tables import MIB, Column, Noted, numbers, paragraph, table
 from ddpopt.tuning import comparing, pictures, scale
 from ddpopt.tuning.records import Link, ms
+from ddpopt.tuning.simulate import Timeline
 
 NOTE = (
     "More ranks than were measured: a model, in which all ranks are alike, each hop is as on this link, and "
@@ -27,65 +30,97 @@ NOTE = (
 )
 
 
-def tune(
-    case: Any,
-    ranks: tuple[int, str | None, float],
-    how: tuple[str, str],
-    link: str | None,
-    world_size: str | None,
-    most_mb: float,
-    files: Mapping[str, str | None],
-) -> None:
-    """Tune a case, and show and write the result.
+@dataclass(frozen=True)
+class Tuning:
+    """What ``ddpopt tune`` was asked for.
 
-    Args:
+    Attributes:
         case: the case.
-        ranks: the number of ranks to start, their device, and the time limit in seconds.
-        how: the mode and the backend, by name.
+        nproc: the number of ranks to start.
+        device: their device; None for the default.
+        timeout_s: the time limit, in seconds.
+        mode: name of the mode.
+        backend: name of the backend.
         link: file with a link; None to measure it.
         world_size: more world sizes, with commas; None for none.
         most_mb: limit of a bucket, in MiB.
-        files: by the names of their options; None for none.
+        json: file for the result; None for none.
+        trace: file for a trace; None for none.
+        html: file for a page; None for none.
+    """
+
+    case: Case
+    nproc: int
+    device: str | None
+    timeout_s: float
+    mode: str
+    backend: str
+    link: str | None
+    world_size: str | None
+    most_mb: float
+    json: str | None
+    trace: str | None
+    html: str | None
+
+
+def tune(asked: Tuning) -> None:
+    """Tune a case, and show and write the result.
+
+    Args:
+        asked: what to do.
 
     Raises:
         UsageError: an argument or the case cannot be used.
         InfrastructureError: a rank failed.
     """
-    mode, backend = how
-    strategy = named(mode, comparing.STRATEGIES, "--mode")
-    compiled = partial(compile, backend=backend_of(backend))
-    stored = None if link is None else Link.from_file("--link", link)
-    here = int(os.environ["WORLD_SIZE"]) if under_torchrun() else ranks[0]
-    sizes = scale.world_sizes(world_size, stored.world_size if stored else here)
-    wrap = None if strategy == "eager" else compiled
-    task = comparing.tuned_on, case, strategy, wrap, stored, (), most_mb * MIB
-    found: comparing.Tuned | None = _measured(*ranks, *task)
-    if found is None:
+    strategy = named(asked.mode, comparing.STRATEGIES, "--mode")
+    backend = backend_of(asked.backend)
+    wrap = None if strategy == "eager" else partial(compile, backend=backend)
+    stored = None if asked.link is None else Link.from_file("--link", asked.link)
+    nproc_here = int(os.environ["WORLD_SIZE"]) if under_torchrun() else asked.nproc
+    sizes = scale.world_sizes(asked.world_size, stored.world_size if stored else nproc_here)
+    most_bytes = asked.most_mb * MIB
+    task = (comparing.tuned_on, asked.case, strategy, wrap, stored, (), most_bytes)
+    tuned: comparing.Tuned | None = _measured(asked.nproc, asked.device, asked.timeout_s, *task)
+    if tuned is None:
         return
-    steps = {row.name: row.predicted for row in found.rows}
-    profile = found.profile
+    steps = {row.name: row.predicted for row in tuned.rows}
+    steps |= scale.steps_of(tuned.profile, tuned.link, sizes, most_bytes)
+    title = f"{asked.case.name} on {tuned.profile.world_size} ranks, {tuned.profile.strategy}"
+    link = f"{tuned.link}"
+    if asked.link is not None:
+        link += f"; of {asked.link}, but steps are measured here"
+    parts = [
+        "\n".join(map(paragraph, (title, link))),
+        _table(tuned, steps),
+        _said(tuned, asked.case.name, asked.json),
+    ]
+    if sizes:
+        parts.append(paragraph(NOTE))
+    text = "\n\n".join(parts)
+    steps |= {f"tuned, observed on rank {rank}": step for rank, step in enumerate(tuned.observed)}
+    others = []
+    if asked.trace is not None:
+        trace = pictures.chrome_trace(tuned.rows[-1].predicted, tuned.observed)
+        others.append(partial(write, "--trace", asked.trace, trace))
+    if asked.html is not None:
+        others.append(partial(write, "--html", asked.html, pictures.page(title, steps, text)))
+    show(text, tuned.to_json(), asked.json, others)
+
+
+def _table(tuned: comparing.Tuned, steps: Mapping[str, Timeline]) -> str:
+    """The buckets that were compared, and how long a step takes with each."""
+    profile = tuned.profile
     alone_s = profile.forward_s + profile.backward_s + profile.update_s
-    steps |= scale.steps_of(profile, found.link, sizes, most_mb * MIB)
-    measured = {row.name: ms(row.step_s) for row in found.rows}
+    measured = {row.name: ms(row.step_s) for row in tuned.rows}
     rows = []
     for name, step in steps.items():
         mib = [sent.nbytes / MIB for sent in step.buckets]
-        count = f"{len(mib)} bucket{'s' * (len(mib) != 1)}"
-        held = f"{count}, MiB: first {mib[0]:.2f}, last {mib[-1]:.2f}, largest {max(mib):.2f}"
-        note = f"{held}; efficiency {alone_s / step.step_s:.1%}"
+        count = f"{len(mib)} bucket" if len(mib) == 1 else f"{len(mib)} buckets"
+        sizes = f"MiB: first {mib[0]:.2f}, last {mib[-1]:.2f}, largest {max(mib):.2f}"
+        note = f"{count}, {sizes}; efficiency {alone_s / step.step_s:.1%}"
         rows.append((Noted(name, note), ms(step.step_s), measured.get(name, "-"), ms(step.exposed_s)))
-    columns = [Column("buckets"), *numbers("predicted", "measured", "exposed")]
-    given_link = f"{found.link}" if link is None else f"{found.link}; of {link}, but steps are measured here"
-    title = f"{case.name} on {found.profile.world_size} ranks, {found.profile.strategy}"
-    heads = "\n".join(map(paragraph, (title, given_link)))
-    said = _said(found, case.name, files["json"])
-    text = "\n\n".join([heads, table(columns, rows), said, *[paragraph(NOTE)] * bool(sizes)])
-    steps |= {f"tuned, observed on rank {rank}": step for rank, step in enumerate(found.observed)}
-    traced = pictures.chrome_trace(found.rows[-1].predicted, found.observed)
-    made = {"trace": traced, "html": pictures.page(title, steps, text)}
-    given = {name: file for name in made if (file := files[name]) is not None}
-    others = [partial(write, f"--{name}", file, made[name]) for name, file in given.items()]
-    show(text, found.to_json(), files["json"], others)
+    return table([Column("buckets"), *numbers("predicted", "measured", "exposed")], rows)
 
 
 def _said(found: comparing.Tuned, case: str, file: str | None) -> str:

@@ -201,7 +201,8 @@ def install(ddp: DistributedDataParallel, plan: Plan, hook: Any = None) -> None:
         module.require_manual_backward_finalization = True
     _keep_hooks(module, str(noted.get("comm_hook", "")), hook)
     if watched:
-        watched.logger, module.logger = module.logger, watched
+        watched.logger = module.logger
+        module.logger = watched
     if any(registered(leaf.register_hook) for leaf in leaves):
         ready_hooks(ddp).take_over()  # DDP's own reducer is notified before users' hooks run
 

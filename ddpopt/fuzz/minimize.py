@@ -215,7 +215,8 @@ def _with_each_step(model: DrawnModel, edits: Callable[[Step], Iterator[Steps]])
 
 def _edited(steps: Steps, edits: Callable[[Step], Iterator[Steps]]) -> Iterator[Steps]:
     for place, each in enumerate(steps):
-        before, after = steps[:place], steps[place + 1 :]
+        before = steps[:place]
+        after = steps[place + 1 :]
         for other in edits(each):
             yield (*before, *other, *after)
         for body in _edited(each.body, edits):

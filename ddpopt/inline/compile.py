@@ -68,7 +68,8 @@ def together(lent: Sequence[fx.Node], facts: GraphFacts, buckets: Sequence[Bucke
     ready = sorted(held, key=readiness)
     last_of = {bucket_of[held[node].spec.name]: node for node in ready}
     groups: list[list[fx.Node]] = []
-    device, closed = "", True
+    device = ""
+    closed = True
     for node in ready:
         spec = held[node].spec
         if closed or spec.sparse or spec.device != device:

@@ -42,7 +42,8 @@ def writes_follow_reads_in_one_segment(evidence: Evidence) -> Iterator[str]:
 def writers_know_one_name(evidence: Evidence) -> Iterator[str]:
     """A segment gets memory that it writes to by one name, except for names that the original gets itself."""
     # compiled code takes a view of what it writes to that comes in separately for another tensor
-    original, stitched = evidence.original, evidence.stitched
+    original = evidence.original
+    stitched = evidence.stitched
     writers: dict[tuple[int, Hashable], str] = {}
     for step in stitched.steps:
         for family in (f for value in step.written for f in _families(original, value)):
@@ -88,8 +89,10 @@ def views_without_gradient_stay(evidence: Evidence) -> Iterator[str]:
 
 def gradients_of_their_own_stay(evidence: Evidence) -> Iterator[str]:
     """A value that shares another value's memory, but has its own gradient or hook, stays in its segment."""
-    original, stitched = evidence.original, evidence.stitched
-    apart, parts = _apart(original), _written_parts(original)
+    original = evidence.original
+    stitched = evidence.stitched
+    apart = _apart(original)
+    parts = _written_parts(original)
     for crossing in stitched.crossings if apart or parts else ():
         own = any(_maker(leaf) in apart for leaf in leaves(crossing.term))
         if own or not parts.isdisjoint(_families(original, crossing.term)):
@@ -114,7 +117,8 @@ def values_that_cross_get_their_gradient(evidence: Evidence) -> Iterator[str]:
     original = evidence.original
     for crossing in (c for c in evidence.stitched.crossings if c.copy is None):
         for leaf in leaves(crossing.term):
-            maker, example = _maker(leaf), original.example(leaf)
+            maker = _maker(leaf)
+            example = original.example(leaf)
             step = original.steps.get(maker.name) if isinstance(maker, Made) else None
             if step is None:
                 continue
@@ -146,7 +150,8 @@ def steps_taken_twice(evidence: Evidence) -> Iterator[ProgramStep]:
     """
     if not evidence.stitched.repeats:
         return
-    original, watched = evidence.original, _written_families(evidence.original)
+    original = evidence.original
+    watched = _written_families(evidence.original)
     steps = (step for step in original.program.steps if redescribes(step.node))
     redescribed = {leaf for step in steps for leaf in step.written}
     for step in evidence.stitched.repeats:
@@ -183,7 +188,8 @@ def _no_grad_views(original: Original) -> set[Term]:
     for step in original.program.steps:
         if step.state.grad_mode and not found:
             continue
-        value, back = original.terms[step.name], given_back(original, step)
+        value = original.terms[step.name]
+        back = given_back(original, step)
         new = (tensor for tensor in tensors_in(original.example(value)) if id(tensor) not in back)
         gives_no_gradient = not step.state.grad_mode and any(map(requires_grad, new))
         of_such_a_view = not found.isdisjoint(map(_maker, step.given))

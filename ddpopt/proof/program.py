@@ -56,7 +56,8 @@ def values_are_defined(evidence: Evidence) -> Iterator[str]:
 
 def outputs_are_equal(evidence: Evidence) -> Iterator[str]:
     """The stitched module returns the original's values, or detached copies, in the original's structure."""
-    expected, found = evidence.original.program.result, without_copies(evidence.stitched.result)
+    expected = evidence.original.program.result
+    found = without_copies(evidence.stitched.result)
     yield from differences(expected, found, "output", evidence.original.example)
 
 
@@ -140,7 +141,8 @@ def _by_key(kwargs: Mapping[str, Term]) -> Group:
 
 
 def _same_callee(expected: ProgramStep, found: ProgramStep) -> bool:
-    callee, other = expected.callee, found.callee
+    callee = expected.callee
+    other = found.callee
     same_kind = expected.node.op == found.node.op and type(callee) is type(other)
     # a module is itself only, whatever its class calls equal
     return same_kind and (callee is other or (not isinstance(callee, torch.nn.Module) and callee == other))

@@ -17,7 +17,8 @@ def segments_hold_the_planned_nodes(evidence: Evidence) -> Iterator[str]:
         found[step.segment].append(step.name)
     planned = {segment.index: list(segment.nodes) for segment in evidence.plan.segments}
     for index in sorted({*planned, *found}):
-        expected, actual = planned.get(index), found.get(index)
+        expected = planned.get(index)
+        actual = found.get(index)
         if expected is None or actual is None:
             yield f"segment {index}: is only in the {'plan' if actual is None else 'stitched module'}"
             continue
@@ -91,7 +92,8 @@ def segments_list_what_they_complete(evidence: Evidence) -> Iterator[str]:
     homes = _homes(evidence)
     planned = {param: s.index for s in evidence.plan.segments for param in s.params}
     for param in dict.fromkeys([*homes, *planned]):
-        expected, found = homes.get(param), planned.get(param)
+        expected = homes.get(param)
+        found = planned.get(param)
         if expected != found:
             yield f"parameter {param}: complete in {_segment(expected)}, listed in {_segment(found)}"
     completed: dict[int, list[int]] = {segment.index: [] for segment in evidence.plan.segments}

@@ -184,7 +184,8 @@ class _Reading(_Walk):
 
     def _may_switch(self, step: ProgramStep) -> bool:
         """Whether a cut may need this state switch here."""
-        at_start, at_end = self.left == len(self.own), self.left == 0
+        at_start = self.left == len(self.own)
+        at_end = self.left == 0
         if step.callee is GRAD_MODE:
             return at_start or at_end or step.node in self.around_repeats
         return (step.callee is ENTER_AUTOCAST and at_start) or (step.callee is EXIT_AUTOCAST and at_end)
