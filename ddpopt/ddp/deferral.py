@@ -40,9 +40,9 @@ from ddpopt.errors import NoAnswerError, UnsupportedError
 from ddpopt.graph.artifacts import show
 from ddpopt.planning.plan import Plan
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("ddpopt")
 
-WHAT = "ddpopt: the plan of the first compiled forward"
+FIRST_PLAN = "ddpopt: the plan of the first compiled forward"
 LONGEST_WAIT = timedelta(minutes=5)
 """For the other ranks' plans. Ranks compile for different times; without a plan, training goes on."""
 
@@ -214,20 +214,20 @@ class Deferral:
                 if plan is not None:
                     require_fit(ddp, plan)
             except UnsupportedError as error:
-                log.info("DDP keeps its own buckets: %s", error)
+                log.info("ddpopt: DDP keeps its own buckets: %s", error)
                 return None
             return plan
 
         plans: tuple[Plan | None, ...] = ()
         try:
-            plans = exchange_plans(ddp.process_group, WHAT, decide, patience(ddp.process_group))
+            plans = exchange_plans(ddp.process_group, FIRST_PLAN, decide, patience(ddp.process_group))
         except NoAnswerError as error:  # a rank that is not compiled, or whose forward failed, does not ask
-            log.warning("DDP keeps its own buckets: %s", error)
+            log.warning("ddpopt: DDP keeps its own buckets: %s", error)
         plan = next((plan for plan in plans if plan is not None), None)
         if plan and not same_buckets(plans):
             rank = plans.index(plan)
             difference = plan_difference(plans)
-            log.info("the ranks' plans differ; all ranks use that of rank %d:\n%s", rank, difference)
+            log.info("ddpopt: the ranks' plans differ; all ranks use that of rank %d:\n%s", rank, difference)
             require_fit(ddp, plan)
         return plan
 

@@ -21,7 +21,7 @@ from ddpopt.ddp.reducer import install
 from ddpopt.errors import PlanMismatchError
 from ddpopt.planning.plan import Plan
 
-WHAT = "ddpopt.impose"
+IMPOSE = "ddpopt.impose"
 
 
 def impose(ddp: nn.Module, plan: Plan, *, timeout: timedelta = timedelta(seconds=30)) -> None:
@@ -56,10 +56,10 @@ def impose_decided(ddp: nn.Module, decide: Callable[[], Plan], timeout: timedelt
         require_fit(module, plan)
         return plan
 
-    plans: Any = exchange_plans(module.process_group, WHAT, checked_plan, timeout)
+    plans: Any = exchange_plans(module.process_group, IMPOSE, checked_plan, timeout)
     if not same_buckets(plans):
         raise PlanMismatchError(
-            f"{in_group(WHAT, module.process_group)}: the ranks' plans differ, so nothing was changed:\n"
+            f"{in_group(IMPOSE, module.process_group)}: the ranks' plans differ, so nothing was changed:\n"
             f"{plan_difference(plans)}\n"
             "Make the plan from the same model and the same arguments on every rank, or make it on one rank "
             "and send its to_json() to the others"

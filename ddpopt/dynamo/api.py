@@ -81,7 +81,7 @@ def compile(  # the public name, as in torch.compile
         raise UsageError(f"ddp_model: expected a module that is not compiled yet, {got}")
     if plan is not None and buckets != "plan":
         raise UsageError(f"plan: expected buckets='plan' with it, got {buckets!r}; leave one of them out")
-    dynamo_backend = backend_of(backend, strategy, buckets, options)
+    dynamo_backend = checked_backend(backend, strategy, buckets, options)
     if plan is not None:  # every other argument was checked: from here on something changes
         impose_decided(ddp, lambda: _read_plan(plan, ddp, strategy), LONGEST_WAIT)
     keep_local(ddp.module)
@@ -112,7 +112,7 @@ def compile(  # the public name, as in torch.compile
     return module
 
 
-def backend_of(
+def checked_backend(
     backend: str | CompilerFn, strategy: Strategy, buckets: Buckets, options: Mapping[str, Any]
 ) -> DdpoptBackend:
     """The Dynamo backend for these arguments of `compile`, which are checked as it says."""

@@ -77,7 +77,7 @@ class DdpoptBackend:
         self.strategy = strategy
         self.buckets = buckets
         # Dynamo must not cut its graphs a second time, for as long as this backend may be used
-        remove = hook.install(lambda compiler: compiler if is_ddpopt(compiler) else None)
+        remove = hook.add_chooser(lambda compiler: compiler if is_ddpopt(compiler) else None)
         self.uninstall_hook = weakref.finalize(self, remove)
         self.uninstall_hook.atexit = False
         self._graphs_key = self if graphs_key is None else graphs_key

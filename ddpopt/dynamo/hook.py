@@ -21,7 +21,7 @@ from unittest.mock import patch
 from torch._dynamo.backends import distributed
 from torch._dynamo.backends.distributed import DDPOptimizer
 
-__all__ = ["DDPOptimizer", "install", "replacing"]
+__all__ = ["DDPOptimizer", "add_chooser", "replacing"]
 
 Compiler = Callable[..., Any]
 Chooser = Callable[[Compiler], "Compiler | None"]
@@ -43,7 +43,7 @@ def _build(bucket_bytes_cap: int, backend_compile_fn: Compiler, *args: Any, **kw
 _hook = patch.object(distributed, "DDPOptimizer", _build)
 
 
-def install(choose: Chooser) -> Callable[[], None]:
+def add_chooser(choose: Chooser) -> Callable[[], None]:
     """Call `choose`, before choosers installed earlier, whenever Dynamo is about to build a DDPOptimizer.
 
     Returns:
@@ -63,7 +63,7 @@ def _remove(choose: Chooser) -> None:
 
 @contextlib.contextmanager
 def replacing(choose: Chooser) -> Iterator[None]:
-    """Like `install`, for the duration of a ``with`` block."""
+    """Like `add_chooser`, for the duration of a ``with`` block."""
     with contextlib.ExitStack() as stack:
-        stack.callback(install(choose))
+        stack.callback(add_chooser(choose))
         yield

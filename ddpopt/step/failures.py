@@ -104,7 +104,7 @@ def _where(error: BaseException) -> str:
     return f"{last.filename}:{last.lineno}, in {last.name}: `{code}`: "
 
 
-def agree(
+def compare_steps(
     ddps: Sequence[Any], keys: Mapping[str, int], plans: Sequence[Plan], problem: Exception | None = None
 ) -> None:
     """Compare this rank's step with those of the other ranks, before any of its collectives.

@@ -52,7 +52,7 @@ class CapturedStep:
     plans: tuple[Plan, ...] = ()
 
 
-def capture(gm: fx.GraphModule, inputs: Sequence[Any], seen: Seen) -> CapturedStep:
+def record_step(gm: fx.GraphModule, inputs: Sequence[Any], seen: Seen) -> CapturedStep:
     """Record the operators of a step.
 
     Args:

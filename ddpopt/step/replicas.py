@@ -68,7 +68,7 @@ def slots_of(replicas: Iterable[Replica]) -> Mapping[int, Sequence[Averaged]]:
     found: dict[int, list[Averaged]] = {}
     for replica in replicas:
         ddp: Any = replica.ddp
-        require_supported(replica.name, ddp)
+        require_plain_ddp(replica.name, ddp)
         parameters = dict(ddp.module.named_parameters())
         if not {*map(id, ddp._module_parameters)} <= {*map(id, parameters.values())}:
             raise UsageError(f"{WHAT}: parameters of {replica.name} were replaced; wrap it in DDP again")
@@ -80,7 +80,7 @@ def slots_of(replicas: Iterable[Replica]) -> Mapping[int, Sequence[Averaged]]:
     return found
 
 
-def require_supported(name: str, ddp: Any) -> None:
+def require_plain_ddp(name: str, ddp: Any) -> None:
     """Check that a module has no options that a step does not know; raises UnsupportedError."""
     problems = {
         "a communication hook": bool(ddp._get_ddp_logging_data().get("comm_hook")) or bool(ddp._comm_hooks),

@@ -26,16 +26,16 @@ from ddpopt.errors import CaptureError, DdpoptError, PlanMismatchError, UsageErr
 from ddpopt.planning.plan import Plan
 from ddpopt.step.collectives import digests
 from ddpopt.step.compiling import compile_step
-from ddpopt.step.failures import agree, reported
+from ddpopt.step.failures import compare_steps, reported
 from ddpopt.step.fallback import inline
-from ddpopt.step.graphs import capture
+from ddpopt.step.graphs import record_step
 from ddpopt.step.overrides import Swap, replacements, swapped
 from ddpopt.step.passes import PASSES
 from ddpopt.step.replicas import (
     require_no_hooks,
     require_no_modes,
     require_no_node_hooks,
-    require_supported,
+    require_plain_ddp,
     source_name,
 )
 from ddpopt.step.settings import WHAT, StepSettings
@@ -111,7 +111,7 @@ class TrainStep:
         except DdpoptError as error:
             if not self._compared:  # the other ranks wait for this one
                 met = [replica.ddp for replica in self._seen.replicas.values()]
-                agree(met or [*self._compiled_for] or self._near(args, kwargs), {}, (), error)
+                compare_steps(met or [*self._compiled_for] or self._near(args, kwargs), {}, (), error)
             raise
         finally:
             self._seen.forget()
@@ -143,7 +143,7 @@ class TrainStep:
         # what watches the user's program must not see fake tensors
         with swapped(self._swaps), _disable_current_modes():
             self._require_reached()
-            captured = capture(gm, inputs, self._seen)
+            captured = record_step(gm, inputs, self._seen)
             for change in PASSES:
                 change(captured, self._settings)
             keys = digests(captured)
@@ -165,13 +165,13 @@ class TrainStep:
         def run(*inputs: Any) -> Any:
             ddps: list[Any] = [each.ddp() for each in met]
             for ddp, each in zip(ddps, met, strict=True):
-                require_supported(each.name, ddp)  # a communication hook may be new
+                require_plain_ddp(each.name, ddp)  # a communication hook may be new
             require_no_hooks(names, inputs)
             require_no_node_hooks(asked)
             for each in met:
                 each.require_nothing_left()
             self._compared = True
-            agree(ddps, keys, plans)
+            compare_steps(ddps, keys, plans)
             for ddp, plan in zip(ddps, plans, strict=True):
                 state_of(ddp).step_plan = plan
             for each in met:

@@ -133,8 +133,8 @@ def test_ranks_that_differ_use_the_plan_of_the_lowest(ranks: Ranks, caplog: pyte
         assert seen == [params_of(wanted)] * STEPS
     texts = [record.getMessage() for record in caplog.records if record.name.startswith("ddpopt")]
     assert [text.partition("\n")[0] for text in texts] == [
-        "the ranks' plans differ; all ranks use that of rank 0:",
-        "the ranks' plans differ; all ranks use that of rank 1:",
+        "ddpopt: the ranks' plans differ; all ranks use that of rank 0:",
+        "ddpopt: the ranks' plans differ; all ranks use that of rank 1:",
     ]
 
 

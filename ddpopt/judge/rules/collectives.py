@@ -10,7 +10,7 @@ from ddpopt.judge.training.record import Record
 from ddpopt.observation.observe import Collective
 
 
-def same_buckets(evidence: RunEvidence) -> Broken:
+def same_buckets_on_ranks(evidence: RunEvidence) -> Broken:
     """Ranks that disagree on buckets would add up unrelated gradients."""
     for rank, index, theirs, ours in unlike_first(evidence.peers, lambda peer: peer.buckets):
         yield Break(f"backward {index}: rank {rank} has buckets {theirs}, rank 0 {ours}")

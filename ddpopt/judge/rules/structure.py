@@ -221,7 +221,7 @@ CLAIMS: tuple[tuple[str, Callable[[RunEvidence], Broken]], ...] = (
     ),
     ("no more memory kept by each step than in eager DDP", _growth),
     ("parameters and buffers equal on all ranks where they are in eager DDP", _agreement),
-    ("the same buckets on every rank", collectives.same_buckets),
+    ("the same buckets on every rank", collectives.same_buckets_on_ranks),
     ("every bucket reduced exactly once, in order", collectives.reduced_once),
     ("no collectives except buckets and those that eager DDP sends", collectives.no_others),
     ("the same collectives on every rank, in the same order", collectives.same_order),

@@ -126,7 +126,7 @@ def use_extra_nowhere(trainer: Trainer) -> None:
     set_extra(trainer.parallel.model, used=False)
 
 
-def evaluate(trainer: Trainer) -> None:
+def evaluate_between_steps(trainer: Trainer) -> None:
     """Evaluate the model once, without gradients."""
     if trainer.step == 0:
         return

@@ -184,7 +184,12 @@ OPTIONS: tuple[Option, ...] = (
         more_graphs=True,
         sends_as_usual=False,
     ),
-    Option("train_eval", "an evaluation between two steps", before_step=do.evaluate, more_graphs=True),
+    Option(
+        "train_eval",
+        "an evaluation between two steps",
+        before_step=do.evaluate_between_steps,
+        more_graphs=True,
+    ),
     Option(
         "eval_between",
         "an evaluation on fewer samples between two micro-batches, and between a forward and its backward",

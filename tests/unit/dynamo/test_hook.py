@@ -50,7 +50,7 @@ def test_of_nested_blocks_the_inner_one_is_asked_first() -> None:
 
 def test_choosers_may_leave_in_any_order() -> None:
     before = globals_of_torch()
-    first, second = hook.install(lambda _: other), hook.install(lambda _: None)
+    first, second = hook.add_chooser(lambda _: other), hook.add_chooser(lambda _: None)
     first()
     assert type(built(backend)) is DDPOptimizer
     second()
