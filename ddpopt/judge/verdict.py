@@ -180,12 +180,12 @@ class Rung:
 
     Attributes:
         name: what ran, for instance ``"aot_eager, no DDP"``.
-        agrees: whether it agreed with eager at its level.
+        agrees: whether it agreed with eager at its level; None if it could not be judged.
         detail: the worst parameter, or the error that ended it.
     """
 
     name: str
-    agrees: bool
+    agrees: bool | None
     detail: str = ""
 
 

@@ -73,7 +73,7 @@ def verdict(*trials: Trial, location: Location | None = None, target: str = "pkg
 def location() -> Location:
     return Location(
         rungs=(
-            Rung("eager, DDP", agrees=True),
+            Rung("eager, DDP", agrees=None, detail="refused: no such option"),
             Rung("aot_eager, no DDP", agrees=True),
             Rung("aot_eager, DDP", agrees=False, detail="layers.0.weight, 512 ULPs"),
         ),

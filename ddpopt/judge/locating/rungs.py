@@ -118,7 +118,8 @@ def rung_of(stage: Stage, trial: Trial) -> Rung:
     detail = f"{trial.status}: {trial.reason}" if trial.reason else ""
     if trial.findings:
         detail = f"{trial.findings[0].level}: {trial.findings[0].message}"
-    return Rung(stage.name, agrees=trial.status is not Status.WRONG, detail=detail)
+    agrees = {Status.OK: True, Status.WRONG: False}.get(trial.status)
+    return Rung(stage.name, agrees=agrees, detail=detail)
 
 
 def ladder(backend: str) -> tuple[str, ...]:

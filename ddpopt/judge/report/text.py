@@ -15,6 +15,7 @@ AT_MOST = 8
 """Number of findings shown for one reason, and of notes."""
 LINES = 30
 """Number of lines shown for a reason, which may contain the stacks of all ranks."""
+RESULT_OF_RUNG = {True: "agrees", False: "DIFFERS", None: "not judged"}
 
 
 def verdict_text(verdict: Verdict) -> str:
@@ -108,7 +109,7 @@ def _level(entries: Sequence[Measured]) -> tuple[object, ...]:
 
 def _location(location: Location) -> str:
     """The stages that were tried, the layer, the segments and the script."""
-    rungs = [(rung.name, "agrees" if rung.agrees else "DIFFERS", rung.detail) for rung in location.rungs]
+    rungs = [(rung.name, RESULT_OF_RUNG[rung.agrees], rung.detail) for rung in location.rungs]
     lines = ["where it goes wrong"]
     lines.append(table([Column("tried"), Column("result"), Column("seen")], rungs))
     lines.append(paragraph(f"The lowest layer that is wrong: {location.layer}.", "  "))

@@ -49,7 +49,7 @@ def test_a_backend_that_is_wrong_ends_with_1_and_is_located(located: bool, folde
     verdict = json.loads((folder / "v.json").read_text())
     assert "L2" in {finding["level"] for trial in verdict["trials"] for finding in trial["findings"]}
     if located:
-        assert not all(rung["agrees"] for rung in verdict["location"]["rungs"])
+        assert any(rung["agrees"] is False for rung in verdict["location"]["rungs"])
         assert verdict["location"]["reproduces"]
 
 

@@ -52,7 +52,7 @@ def test_a_backend_that_is_wrong_or_takes_its_ranks_down_is_located_and_shown(
 
     monkeypatch.setattr(located, "stages_of", top_rung_alone)  # each stage costs seconds
     found = locate(f"{MODULE}:short", trial, tmp_path / "shown.py", nproc=nproc, limit_s=400)
-    (shown,) = (each for each in found.rungs if not each.agrees)
+    (shown,) = (each for each in found.rungs if each.agrees is False)
     assert (shown.name, shown.detail if nproc == 1 else "") == rung
     assert found.layer.endswith(layer)
     assert [segment.partition(" (")[0] for segment in found.segments] == ["graph 0, segment 1 of 2: tanh"]

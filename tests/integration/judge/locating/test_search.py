@@ -29,7 +29,7 @@ def segments(known: Known) -> list[str]:
     return [segment.partition(" (")[0] for segment in known.segments]
 
 
-def rungs(known: Known) -> dict[str, bool]:
+def rungs(known: Known) -> dict[str, bool | None]:
     return {rung.name: rung.agrees for rung in known.rungs}
 
 

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from ddpopt.judge.locating.rungs import Question, Stage, Symptom
+from ddpopt.judge.locating.rungs import Question, Stage, Symptom, rung_of
+from ddpopt.judge.verdict import Status, Trial
 
 NUMBERS = Question("x", "default", "ddpopt-inline", "aot_eager", structural=False)
 BELOW = Stage("whole", "aot_eager")
@@ -26,3 +27,9 @@ def test_below_the_trials_own_stage_structure_counts_only_where_it_is_what_was_f
     stage: Stage, symptom: Symptom | None, structural: bool, shown: bool
 ) -> None:
     assert replace(NUMBERS, structural=structural).is_shown_by(stage, symptom) is shown
+
+
+@pytest.mark.parametrize("status", Status)
+def test_a_rung_agrees_only_if_it_was_judged_right(status: Status) -> None:
+    rung = rung_of(BELOW, Trial("x", "whole", "default", "aot_eager", status, reason="why"))
+    assert rung.agrees is {Status.OK: True, Status.WRONG: False}.get(status)

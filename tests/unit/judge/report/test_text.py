@@ -47,11 +47,11 @@ notes
   - L2 needs Inductor, so it was not applied
 
 where it goes wrong
-tried              result   seen
------------------------------------------------------
-eager, DDP         agrees
+tried              result      seen
+--------------------------------------------------------
+eager, DDP         not judged  refused: no such option
 aot_eager, no DDP  agrees
-aot_eager, DDP     DIFFERS  layers.0.weight, 512 ULPs
+aot_eager, DDP     DIFFERS     layers.0.weight, 512 ULPs
 The lowest layer that is wrong: what ddpopt does around the compiled code.
 The smallest set of compiled segments that shows it:
   - graph 0, segment 1: linear, relu
