@@ -82,15 +82,22 @@ def exchanging_in(case: Case, group: dist.ProcessGroup) -> Case:
     return replace(case, model=exchanging)
 
 
-def around(case: Case, kind: Callable[[nn.Module], nn.Module]) -> Case:
-    """Wrap a case's model in a module that returns its output and a term of the loss."""
+def around(case: Case, kind: Callable[[nn.Module], nn.Module], *, ranks_differ: bool = False) -> Case:
+    """Wrap a case's model in a module that returns its output and a term of the loss.
+
+    Args:
+        case: the case.
+        kind: the module around the model.
+        ranks_differ: whether only some ranks have the term in a step.
+    """
 
     def loss(output: Any) -> Tensor:
         own, term = output
         total = case.loss(own)
         return total if term is None else total + term.to(total.dtype)
 
-    return replace(case, model=lambda: kind(case.model()), loss=loss)
+    differ = ranks_differ or case.ranks_differ
+    return replace(case, model=lambda: kind(case.model()), loss=loss, ranks_differ=differ)
 
 
 def _ignore(model: nn.Module, names: list[str]) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ddpopt.cases.case import Case
 from ddpopt.cases.matrix import CASES
+from ddpopt.errors import PlanMismatchError
 from ddpopt.judge.engines.modes import MODES
 from ddpopt.judge.trials.on_rank import Request, Settings, run_trials
 from ddpopt.judge.verdict import Status, Trial
@@ -167,6 +168,31 @@ def test_an_optimizer_that_updates_otherwise_is_found(option: str, optimizer: An
     kind = type("Own", (Averaging,), {"optimizer": optimizer})
     (finding, *_) = judged(kind(option), option).findings
     assert said in f"{finding.level}: {finding.parameter} {finding.message}"
+
+
+class Mismatching(Averaging):
+    """Its ranks differ, although they use the same parameters."""
+
+    def backward(self, loss: Tensor) -> None:
+        raise PlanMismatchError("the ranks' steps do not communicate alike")
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize(
+    ("engine", "option", "status"),
+    [
+        ("ddpopt-step", "unused_somewhere", Status.REFUSED),
+        ("ddpopt-step", "all_to_all", Status.REFUSED),
+        (Mismatching("mismatching"), "default", Status.WRONG),
+    ],
+)
+def test_ranks_whose_steps_differ_are_refused_where_the_option_makes_them_differ_and_wrong_elsewhere(
+    engine: Engine | str, option: str, status: Status
+) -> None:
+    trial = judged(engine, option)
+    said = trial.reason if status is Status.REFUSED else trial.findings[0].message
+    assert trial.status is status
+    assert "the ranks' steps do not communicate alike" in said
 
 
 @pytest.mark.world_size(2)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import ddpopt
 from ddpopt.cases.targets import users_line
-from ddpopt.errors import UsageError
+from ddpopt.errors import PlanMismatchError, UsageError
 from ddpopt.judge.rules.refusals import refusal_of
 
 LOST = ("connection closed by peer", "connection reset by peer", "pair closure", "timed out", "broken pipe")
@@ -24,16 +24,8 @@ PASSING_ON = ("torch/_ops.py", "torch/_compile.py", "_dynamo/eval_frame.py")
 TORCH = Path(importlib.util.find_spec("torch").origin or "").parent  # type: ignore[union-attr]  # it is installed
 PACKAGE = Path(ddpopt.__file__).parent
 JUDGES = (PACKAGE / "judge", PACKAGE / "observation", PACKAGE / "ranks")
-CALLERS = (
-    "engine.py",
-    "frameworks.py",
-    "meshes.py",
-    "modes.py",
-    "option_cases.py",
-    "option_steps.py",
-    "sharded.py",
-)
-"""Files of the judge that belong to the program under test: its engines and its options."""
+PROGRAM = (PACKAGE / "judge" / "engines", PACKAGE / "judge" / "training" / "option_steps.py")
+"""Parts of the judge that belong to the program under test: its engines and its options."""
 CALLS = frozenset(
     [
         ("trainer.py", "_make"),
@@ -64,6 +56,7 @@ class Failure:
         text: its type and message, the innermost line of the user's code, and the innermost informative
             frame, which may be torch's.
         refused: whether ddpopt reports that it does not support this, as one of `REFUSALS`.
+        if_ranks_differ: whether that counts only where the case or the option says that ranks differ.
         lost: whether it only reports that a peer is gone.
         of_judge: whether it was raised by the judge's own code, and not by the program or its engine.
         extra: the name of the extra step that failed; empty for the others.
@@ -75,6 +68,7 @@ class Failure:
     lost: bool
     of_judge: bool = False
     extra: str = ""
+    if_ranks_differ: bool = False
 
 
 def failure_of(rank: int, error: BaseException) -> Failure:
@@ -89,8 +83,15 @@ def failure_of(rank: int, error: BaseException) -> Failure:
     """
     words = str(error)
     lost = any(sign in words.lower() for sign in LOST)
-    refused = isinstance(error, UsageError) and refusal_of(words) is not None
-    return Failure(rank, in_words(error), refused, lost, not refused and is_of_judge(error))
+    row = refusal_of(words) if isinstance(error, (UsageError, PlanMismatchError)) else None
+    return Failure(
+        rank,
+        in_words(error),
+        refused=row is not None,
+        lost=lost,
+        of_judge=row is None and is_of_judge(error),
+        if_ranks_differ=row is not None and row.if_ranks_differ,
+    )
 
 
 def is_of_judge(error: BaseException) -> bool:
@@ -106,7 +107,8 @@ def is_of_judge(error: BaseException) -> bool:
             continue
         if not any(path.is_relative_to(folder) for folder in JUDGES):
             return False
-        return path.name not in CALLERS and (path.name, frame.name) not in CALLS
+        of_program = any(path.is_relative_to(part) for part in PROGRAM)
+        return not of_program and (path.name, frame.name) not in CALLS
     return False
 
 

@@ -17,12 +17,15 @@ class Refusal:
         page: the page of the documentation that says so, in ``docs/``.
         words: how the page says it.
         test: the test that shows it, in ``tests/``: file and name.
+        if_ranks_differ: whether it counts only where the case or the option says that ranks differ; anywhere
+            else that is a fault.
     """
 
     pattern: str
     page: str
     words: str
     test: str
+    if_ranks_differ: bool = False
 
 
 HERE = "unit/judge/rules/test_refusals.py::test_each_refusal_is_known_by_its_row"
@@ -32,6 +35,7 @@ IN_PARTS = "multigpu/test_step_reductions.py::test_gradients_that_are_kept_must_
 LEFT = "multigpu/test_step_reductions.py::test_a_gradient_of_one_rank_that_ddp_would_average_later_is_refused"
 PENDING = "multigpu/test_step_reductions.py::test_a_forward_without_a_backward_is_remembered"
 MODES = "multigpu/test_step.py::test_a_mode_that_watches_operators_is_refused_and_does_no_harm"
+DIFFER = "multigpu/test_step.py::test_ranks_that_differ_in_a_later_step_all_raise_and_may_go_on"
 OPTIONS = "`step` of its own, but no `optimizer`"
 REFUSALS: tuple[Refusal, ...] = (
     # engines
@@ -108,9 +112,10 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(r"is used before all backwards", "step.md", "in several backward passes, and keeps", IN_PARTS),
     Refusal(r"got a gradient of this rank alone, and no", "step.md", "gradients of one rank", LEFT),
     Refusal(r"and no backward followed", "step.md", "forward without a backward", PENDING),
+    Refusal(r"the ranks' steps do not communicate alike", "step.md", "other branches", DIFFER, True),
 )
 
 
 def refusal_of(text: str) -> Refusal | None:
-    """The row that knows the message of an `UnsupportedError` or a `UsageError`; None if there is none."""
+    """The row that knows the message of one of ddpopt's own errors; None if there is none."""
     return next((row for row in REFUSALS if re.search(row.pattern, text)), None)

@@ -57,7 +57,7 @@ OPTIONS: tuple[Option, ...] = (
         UNUSED,
         before_step=do.use_extra_somewhere,
         more_graphs=True,
-        adapt=partial(cases.around, kind=cases.WithExtra),
+        adapt=partial(cases.around, kind=cases.WithExtra, ranks_differ=True),
     ),
     _unused(
         "unused_skipped",
@@ -206,7 +206,7 @@ OPTIONS: tuple[Option, ...] = (
         grouped=cases.exchanging_in,
         local=False,
         more_graphs=True,
-        adapt=partial(cases.around, kind=cases.WithExchange),
+        adapt=partial(cases.around, kind=cases.WithExchange, ranks_differ=True),
     ),
 )
 

@@ -75,7 +75,10 @@ def _failed(reference: Reference, mode: Engine, backend: Any) -> dict[str, Any]:
     own = own_of(bench.failures)
     if any(failure.of_judge for failure in own):
         return {"status": Status.BROKEN, "reason": f"{JUDGE_FAILED}: {told(own)}"}
-    if all(failure.refused for failure in own):
+    is_refused = all(failure.refused for failure in own)
+    if any(failure.if_ranks_differ for failure in own):
+        is_refused = is_refused and bench.subject.adapted.ranks_differ
+    if is_refused:
         return {"status": Status.REFUSED, "reason": told(own)}
     remark = ""
     if backend is not None and not mode.observable:  # uncompiled, that is eager DDP, which is known to run

@@ -152,3 +152,9 @@ def test_each_row_has_a_page_that_says_so_and_a_test_that_exists(row: Refusal) -
 def test_what_an_engine_calls_unsupported_in_its_own_words_is_no_refusal() -> None:
     failure = failure_of(0, ddpopt.errors.UnsupportedError("I would rather not"))
     assert not failure.refused
+
+
+def test_ranks_that_differ_are_refused_only_where_they_may() -> None:
+    failure = failure_of(0, ddpopt.errors.PlanMismatchError("the ranks' steps do not communicate alike: ..."))
+    assert (failure.refused, failure.if_ranks_differ) == (True, True)
+    assert not failure_of(0, ddpopt.errors.PlanMismatchError("the plan does not fit the DDP module")).refused
