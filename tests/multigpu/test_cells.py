@@ -42,17 +42,17 @@ class Table:
 
 
 TABLES = {
-    "engines": Table(CASE, [*cells()], 17, lambda cell: (engine_of(cell), None)),
+    "engines": Table(CASE, [*cells()], 31, lambda cell: (engine_of(cell), None)),
     "backends": Table(
         backend_cells.CASE,
         [*backend_cells.cells()],
-        61,
+        113,
         lambda cell: (mode("whole"), DamagedBackend(cell)),
     ),
     "steps": Table(
         backend_cells.CASE,
         [*backend_cells.cells(STEP_ROWS)],
-        47,
+        89,
         lambda cell: (mode("ddpopt-step"), DamagedStep(cell)),
     ),
 }

@@ -221,7 +221,9 @@ def test_whatever_ends_the_tuning_gradients_are_those_of_ddp_and_the_buckets_are
     assert len(plan.buckets) < len([*tuned.parameters()])
 
 
-@pytest.mark.parametrize("way", ["the backend alone", "instead of torch's optimizer"])
+@pytest.mark.parametrize(
+    "way", ["the backend alone", pytest.param("instead of torch's optimizer", marks=pytest.mark.nightly)]
+)
 def test_tuning_begins_however_the_backend_is_chosen(
     ranks: Ranks, way: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

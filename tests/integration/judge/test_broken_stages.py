@@ -21,7 +21,7 @@ import ddpopt
 STAGE = os.environ["STAGE"]
 IS_RANK = "RANK" in os.environ
 # a fault of the judge is raised in its own code
-FILE = str(Path(ddpopt.__file__).parent / "judge" / "judging" / "record.py")
+FILE = str(Path(ddpopt.__file__).parent / "judge" / "training" / "record.py")
 exec(compile("def fails(*_, **__): raise KeyError('this stage is broken')", FILE, "exec"))
 
 
@@ -34,7 +34,7 @@ PLACES = {
     "record": "ddpopt.judge.training.train.RecordedStep",
     "observation": "ddpopt.observation.observe.Observation.__exit__",
     "reference": "ddpopt.judge.rules.reference.Reference.__init__",
-    "peers": "ddpopt.judge.rules.reference.peer_of",
+    "peers": "ddpopt.judge.rules.bench.peer_of",
     "ladder": "ddpopt.judge.rules.ladder.Ladder.climb",
     "structure": "ddpopt.judge.trials.judge.structure",
     "collectives": "ddpopt.judge.rules.collectives._bucketless",
@@ -68,7 +68,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-BY_DAY = ("ladder", "rank exit")
+BY_DAY = ("ladder",)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_a_stage_that_fails_is_never_taken_for_a_judgement(stage: str, folder: P
     )
     (folder / "out.json").unlink(missing_ok=True)
     done = python("-m", "ddpopt", *words, folder=folder, STAGE=stage)
-    assert done.returncode != 0, done.stdout + done.stderr
+    assert done.returncode in (1, 3), done.stdout + done.stderr
     if (folder / "out.json").exists():
         (trial,) = json.loads((folder / "out.json").read_text())["trials"]
         assert trial["status"] in (Status.WRONG, Status.BROKEN)
