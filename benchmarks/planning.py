@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from rich.console import Console
@@ -51,7 +52,9 @@ from benchmarks.report import (
     wide_console,
 )
 from ddpopt.dynamo.backend import DdpoptBackend
+from ddpopt.planning.plan import Plan
 from ddpopt.ranks.group import one_rank
+from ddpopt.split.partition import partition
 
 TOKENS = 8
 SIZES = "12,48,96,200"
@@ -114,8 +117,16 @@ def do_nothing(gm: fx.GraphModule, _: Sequence[Any]) -> Compiled:
 
 
 def run_ddpopt(_: DistributedDataParallel, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> object:
-    """Everything that ddpopt does in a compile, except compiling."""
-    return DdpoptBackend(do_nothing, strategy="split")(gm, example_inputs)
+    """Everything that ddpopt does in a compile, except compiling; returns the cut graph."""
+    cut: list[fx.GraphModule] = []
+
+    def noting(gm: fx.GraphModule, plan: Plan) -> fx.GraphModule:
+        cut.append(partition(gm, plan))
+        return cut[-1]
+
+    with patch("ddpopt.split.strategy.partition", noting):
+        DdpoptBackend(do_nothing, strategy="split")(gm, example_inputs)
+    return cut[0] if cut else gm
 
 
 def run_torch(ddp: DistributedDataParallel, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> object:
