@@ -122,7 +122,7 @@ CASES_THAT_DIFFER = [(NORMED,), (corpus.case("uneven_ranks"),)]
 @pytest.mark.parametrize(("case", "strategy"), in_turn(CASES_THAT_DIFFER, BOTH), ids=named)
 def test_what_is_noise_or_differs_in_eager_too_raises_nothing(case: Case, strategy: str) -> None:
     (trial,) = judged(case, "default", (strategy,))
-    assert (trial.status, trial.findings) == (Status.OK, ())
+    assert (trial.status, trial.findings) == (Status.OK, ()), trial.findings
     assert "L1" in trial.levels
 
 
