@@ -79,7 +79,7 @@ STEP: Mapping[str, str] = {
     "torch.ops._c10d_functional.all_reduce": "a graph has no all-reduce",
     "torch.utils._python_dispatch._disable_current_modes": "modes of the user see fake tensors",
 }
-"""What a step in one graph needs besides, from torch 2.13 on, which is the first release with all of them."""
+"""What a step in one graph needs besides; `ddpopt.train_step` asks for torch 2.13 or newer first."""
 
 
 def require_supported(names: Mapping[str, str] = NAMES) -> None:

@@ -30,11 +30,11 @@ from ddpopt.dynamo.model_graphs import STRATEGIES, ModelGraphs, plan_for_reducer
 from ddpopt.errors import UnsupportedError, UsageError, did_you_mean, require_choice
 from ddpopt.graph.artifacts import say, show
 from ddpopt.graph.nodes import CompilerFn
-from ddpopt.graph.quiet import compiling, isolated
 from ddpopt.graph.state import begins_without_grad
 from ddpopt.inline.inductor import is_inductor
 from ddpopt.planning.plan import Strategy
-from ddpopt.planning.strategy import Captured, Compilation, Planned, compile_whole
+from ddpopt.strategies.protocol import Captured, Compilation, Planned, compile_whole
+from ddpopt.strategies.quiet import compiling, isolated
 from ddpopt.torch_private import require_supported
 from ddpopt.tuning.online import tune_while_training
 

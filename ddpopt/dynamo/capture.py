@@ -27,7 +27,7 @@ from ddpopt.planning.bucket_rule import ParamSpec
 from ddpopt.planning.join import join_plans
 from ddpopt.planning.limits import DDP_ARGUMENTS, BucketConfig
 from ddpopt.planning.plan import Plan, Strategy
-from ddpopt.planning.strategy import Captured, Planned
+from ddpopt.strategies.protocol import Captured, Planned
 
 
 @dataclass(frozen=True)

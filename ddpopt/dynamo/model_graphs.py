@@ -24,8 +24,8 @@ from ddpopt.planning.join import GraphPlan, join_plans
 from ddpopt.planning.limits import BucketConfig
 from ddpopt.planning.plan import Plan
 from ddpopt.planning.planner import plan_for_buckets, plan_graph, plan_whole
-from ddpopt.planning.strategy import Captured, GraphStrategy, Planned, planned_by
 from ddpopt.split.strategy import Split
+from ddpopt.strategies.protocol import Captured, GraphStrategy, Planned, planned_by
 
 Strategies = Sequence[GraphStrategy]
 INLINE = Inline()
@@ -35,7 +35,7 @@ STRATEGIES: Mapping[str, Strategies] = {
     "inline": (INLINE, SPLIT),
     "split": (SPLIT,),
 }
-"""By the user's choice, the strategies in the order in which they are asked; the last takes every graph."""
+"""By the user's choice, the strategies in the order in which they are asked; `Split` takes every graph."""
 
 
 class ModelGraphs:

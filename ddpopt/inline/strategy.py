@@ -2,13 +2,14 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from ddpopt.inline.compile import compile_inline, lendable, together
 from ddpopt.inline.inductor import in_order, is_inductor
 from ddpopt.inline.order_in_calls import ordered_within_calls
 from ddpopt.inline.why_not import why_not_inline
-from ddpopt.planning.strategy import Captured, Compilation, Decide, Planned, compile_whole
+from ddpopt.strategies.protocol import Captured, Compilation, Decide, Planned, compile_whole
 
 logger = logging.getLogger("ddpopt")
 
@@ -28,8 +29,7 @@ class Inline:
         """Plan a graph; within a composite call, its gradients leave in the order of the call's parts."""
         first = decide(captured.facts, True)
         facts = ordered_within_calls(captured.gm, captured.facts, first)
-        ordered = Captured(captured.gm, captured.example_inputs, captured.specs, facts, captured.is_replayed)
-        return Planned(ordered, decide(facts, True), self)
+        return Planned(replace(captured, facts=facts), decide(facts, True), self)
 
     def compile(self, planned: Planned, how: Compilation) -> Callable[..., Any]:
         """Compile a graph that hands its gradients over; whole, if that would send nothing earlier."""

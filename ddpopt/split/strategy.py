@@ -2,17 +2,19 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
 
 from ddpopt.graph.artifacts import say, show_cut
-from ddpopt.graph.quiet import isolated
-from ddpopt.planning.strategy import Captured, Compilation, Decide, Planned, compile_whole
+from ddpopt.planning.facts import collect
 from ddpopt.proof.certificate import certify
 from ddpopt.split.expand_calls import Expanded, expanded_and_planned
 from ddpopt.split.partition import partition
 from ddpopt.split.segments import compile_segments
+from ddpopt.strategies.protocol import Captured, Compilation, Decide, Planned, compile_whole
+from ddpopt.strategies.quiet import isolated
 
 logger = logging.getLogger("ddpopt")
 
@@ -31,13 +33,12 @@ class Split:
         """Plan a graph; calls in which buckets end are expanded, so that they can be cut."""
 
         def planned(form: fx.GraphModule) -> Expanded:
-            facts = captured.in_form(form).facts
+            facts = collect(form, captured.example_inputs, captured.specs)
             return Expanded(form, facts, decide(facts, False))
 
         undivided = Expanded(captured.gm, captured.facts, decide(captured.facts, False))
         gm, facts, plan = expanded_and_planned(undivided, planned)
-        form = Captured(gm, captured.example_inputs, captured.specs, facts, captured.is_replayed)
-        return Planned(form, plan, self)
+        return Planned(replace(captured, gm=gm, facts=facts), plan, self)
 
     def compile(self, planned: Planned, how: Compilation) -> Callable[..., Any]:
         """Cut a graph, prove the cuts, and compile the segments; whole, if the plan has no cuts.

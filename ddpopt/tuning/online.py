@@ -18,7 +18,8 @@ from ddpopt.ddp.deferral import pending, watch
 from ddpopt.ddp.impose import imposed_plan
 from ddpopt.ddp.runtime_log import FORWARD_BEGINS, HOOK_REGISTERED, JOIN_BEGINS
 from ddpopt.ddp.state import state_of
-from ddpopt.errors import InfrastructureError, PlanMismatchError, UsageError
+from ddpopt.errors import InfrastructureError, PlanMismatchError, UnsupportedError, UsageError
+from ddpopt.graph.artifacts import say_once
 from ddpopt.planning.limits import MIB
 from ddpopt.planning.plan import Plan
 from ddpopt.tuning.measure_link import measure_link
@@ -44,13 +45,19 @@ def tune_while_training(ddp: Any, strategy: str) -> None:
     """Tune a module's buckets in its next steps, unless that has begun; at INFO, it is said what came of it.
 
     Args:
-        ddp: the DDP module, compiled so that it hands gradients over one by one.
+        ddp: the DDP module, compiled so that it hands gradients over one by one. If its reducer's parameters
+            are not known, nothing is tuned.
         strategy: how it is compiled.
     """
     state = state_of(ddp)
     if state.tuning is not None and state.tuning() is not None:
         return
-    tuning = _Tuning(ddp, _tuned(Watch(ddp), strategy))
+    try:
+        course = _tuned(Watch(ddp), strategy)
+    except UnsupportedError as error:
+        say_once(f"nothing is tuned: {error}", logging.INFO)
+        return
+    tuning = _Tuning(ddp, course)
     state.tuning = weakref.ref(tuning)
     watch(ddp, tuning)
 

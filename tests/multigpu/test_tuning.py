@@ -28,6 +28,7 @@ from ddpopt.cases.case import Case
 from ddpopt.ddp.fit import ddp_within
 from ddpopt.ddp.impose import imposed_plan
 from ddpopt.ddp.specs import specs_by_id
+from ddpopt.graph.artifacts import say_once
 from ddpopt.planning.plan import Plan
 from ddpopt.ranks import pool
 from ddpopt.ranks.failures import RanksFailed
@@ -241,6 +242,25 @@ def test_tuning_begins_however_the_backend_is_chosen(
         for _ in range(5):
             assert alike(ranks, train(model, setting, ranks, []), train(eager, setting, ranks, []))
     assert [text for text in caplog.messages if "the buckets stay" in text]
+
+
+@pytest.mark.parametrize("way", ["compile", "backend"])
+def test_a_module_that_lost_parameters_is_not_tuned_and_the_reason_is_said(
+    ranks: Ranks, way: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "ddpopt")
+    torch._dynamo.reset()
+    say_once.cache_clear()
+    ddp = build(Setting(arguments=UNUSED), ranks)
+    ddp.module.layers[0] = copy.deepcopy(ddp.module.layers[0])
+    if way == "compile":
+        model = ddpopt.compile(ddp, backend="eager", buckets="auto")
+    else:
+        model = torch.compile(ddp, backend=ddpopt.DdpoptBackend("eager", buckets="auto"))
+    training.backward(loss(model(batch(ranks, 0))))
+    assert [
+        text for text in caplog.messages if text.startswith("ddpopt: nothing is tuned: the module has lost")
+    ]
 
 
 def test_a_wrapper_is_not_changed_where_torch_compile_is_disabled(ranks: Ranks) -> None:

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from ddpopt.graph.quiet import gc_paused
 from ddpopt.planning.limits import BucketConfig
 from ddpopt.planning.planner import plan_graph
 from ddpopt.split.partition import partition
+from ddpopt.strategies.quiet import gc_paused
 from tests.support.drawn_graphs import cut_wherever_it_can_be, facts_of, prove, small_configs
 from tests.support.graph_builder import GraphBuilder, SmallGraph
 from tests.support.graph_steps import STEPS, Sketch, Step

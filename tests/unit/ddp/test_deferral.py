@@ -10,8 +10,8 @@ from ddpopt.ddp.deferral import PendingReducer, defer, pending
 from ddpopt.ddp.held import running_reducer
 from ddpopt.ddp.impose import impose, imposed_plan
 from ddpopt.errors import PlanMismatchError
-from ddpopt.graph.quiet import gc_paused
 from ddpopt.planning.plan import Plan
+from ddpopt.strategies.quiet import gc_paused
 from tests.support.models import arbitrary_plan, step, towers
 
 pytestmark = pytest.mark.usefixtures("one_rank_group")

@@ -34,8 +34,8 @@ from ddpopt.dynamo.model_graphs import plan_for_reducer
 from ddpopt.errors import UsageError
 from ddpopt.observation.observe import observe
 from ddpopt.planning.plan import Plan, Strategy
-from ddpopt.planning.strategy import Planned
 from ddpopt.split.partition import partition
+from ddpopt.strategies.protocol import Planned
 from ddpopt.testing import drawn
 from tests.support.models import averaged, changing
 from tests.support.refusals import refusal

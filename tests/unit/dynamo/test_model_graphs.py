@@ -10,7 +10,7 @@ from ddpopt.ddp.specs import limits_of, specs_by_id
 from ddpopt.dynamo.model_graphs import SPLIT, ModelGraphs, plan_for_reducer
 from ddpopt.observation.reducer_buckets import running_buckets
 from ddpopt.planning.plan import Plan
-from ddpopt.planning.strategy import Captured
+from ddpopt.strategies.protocol import Captured
 from tests.support.rehearsing import WIDTH, Linears, rows
 from tests.support.tracing import Traced, trace_all
 

@@ -16,7 +16,7 @@ from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook, sa
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from ddpopt.graph.quiet import gc_paused
+from ddpopt.strategies.quiet import gc_paused
 from ddpopt.testing.drawn import DrawnModel, Step, step
 from tests.support.inline_twins import ALL, LAYER_MB, WIDTH, Act, Net, Twins, backward, loss, rows, train
 from tests.support.models import hand_overs

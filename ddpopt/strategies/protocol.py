@@ -1,8 +1,6 @@
 """What a strategy for a captured graph is: it says why it cannot take one, plans it, and compiles it.
 
 Strategies are peers: each answers the same three questions, and `planned_by` asks them in turn.
-
-Invariant: for the same graph, `ddpopt.plan` and compilation choose the same strategy.
 """
 
 import logging
@@ -47,10 +45,6 @@ class Captured:
     ) -> "Captured":
         """A captured graph, with the facts about it."""
         return cls(gm, example_inputs, specs, collect(gm, example_inputs, specs), is_replayed)
-
-    def in_form(self, gm: fx.GraphModule) -> "Captured":
-        """The same graph in another form, with the facts about that."""
-        return Captured.of(gm, self.example_inputs, self.specs, is_replayed=self.is_replayed)
 
     @property
     def ends_in_break(self) -> bool:
@@ -123,14 +117,18 @@ class GraphStrategy(Protocol):
 
 
 def planned_by(strategies: Sequence[GraphStrategy], captured: Captured, decide: Decide) -> Planned:
-    """Let the first strategy that can take a graph plan it; the last one takes every graph."""
+    """Let the first strategy that can take a graph plan it.
+
+    Raises:
+        ValueError: none can; the message has the reason of the one that is preferred.
+    """
     refusal: str | None = None
-    for strategy in strategies[:-1]:
+    for strategy in strategies:
         why_not = strategy.why_not(captured)
         if why_not is None:
             return replace(strategy.plan(captured, decide), why_not=refusal)
         refusal = refusal or why_not
-    return replace(strategies[-1].plan(captured, decide), why_not=refusal)
+    raise ValueError(f"no strategy takes this graph: {refusal}")
 
 
 def compile_whole(why: str, planned: Planned, how: Compilation) -> Callable[..., Any]:
