@@ -26,13 +26,37 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
-def numbered(noun: str, numbers: Sequence[int]) -> str:
-    """A noun with the numbers of what it means.
+LONG_SPAN = 4
+"""So many numbers in a row are written as their first and last."""
+MOST_NUMBERS = 12
 
-    >>> numbered("rank", [0]), numbered("rank", [0, 2])
-    ('rank 0', 'ranks 0, 2')
+
+def numbered(noun: str, numbers: Sequence[int]) -> str:
+    """A noun with the numbers of what it means; many numbers in a row as a span.
+
+    Args:
+        noun: the noun in the singular.
+        numbers: the numbers, in ascending order.
+
+    >>> numbered("rank", [0]), numbered("rank", [0, 2]), numbered("rank", [1, 4, 5, 6, 7])
+    ('rank 0', 'ranks 0, 2', 'ranks 1, 4-7')
     """
-    return f"{noun}{'s' * (len(numbers) != 1)} {', '.join(map(str, numbers))}"
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][-1] + 1:
+            spans[-1].append(number)
+        else:
+            spans.append([number])
+    parts = [part for span in spans for part in _in_short(span)]
+    more = f" and {len(parts) - MOST_NUMBERS} more" if len(parts) > MOST_NUMBERS else ""
+    ending = "" if len(numbers) == 1 else "s"
+    return f"{noun}{ending} {', '.join(parts[:MOST_NUMBERS])}{more}"
+
+
+def _in_short(span: Sequence[int]) -> list[str]:
+    """Numbers in a row, one by one if they are few."""
+    is_long = len(span) >= LONG_SPAN
+    return [f"{span[0]}-{span[-1]}"] if is_long else [str(number) for number in span]
 
 
 class DdpoptError(Exception):

@@ -199,9 +199,15 @@ def users_line(error: BaseException) -> str:
     frames = [*traceback.extract_tb(error.__traceback__), *(getattr(error, "real_stack", None) or ())]
     if isinstance(error, SyntaxError):
         frames = [traceback.FrameSummary(error.filename or "?", error.lineno, "<module>", line=error.text)]
-    own = [f for f in frames if not f.filename.startswith(NOT_THE_USERS)]
-    own = [f for f in own if "site-packages" in f.filename or not f.filename.startswith(PYTHONS)]
+    own = [frame for frame in frames if is_of_user(frame.filename)]
     return " ({0.filename}:{0.lineno} in {0.name}: {0.line})".format(own[-1]) if own else ""
+
+
+def is_of_user(file: str) -> bool:
+    """Whether a file is not a part of torch, ddpopt or Python."""
+    if file.startswith(NOT_THE_USERS):
+        return False
+    return "site-packages" in file or not file.startswith(PYTHONS)
 
 
 def _split(name: str, made: object) -> tuple[nn.Module, Call]:

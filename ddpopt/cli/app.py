@@ -155,7 +155,8 @@ def link(
 @app.command(cls=Command, short_help="Compare a compiled data-parallel step with eager DDP.")
 def verify(  # noqa: PLR0913  # one for each option of the command line
     target: given.Target,
-    nproc: given.Nproc = given.NPROC,
+    nproc: given.SomeNproc = None,
+    simulate: given.Simulate = None,
     backend: given.Backend = given.BACKEND,
     mode: given.Modes = None,
     engine: given.Engines = None,
@@ -179,9 +180,10 @@ def verify(  # noqa: PLR0913  # one for each option of the command line
     from ddpopt.judge.engines.meshes import sizes_of
 
     sizes = sizes_of(mesh)
-    nproc = nproc if sizes is None else sizes[0] * sizes[1]
+    nproc = given.ranks_to_start(nproc, simulate) if sizes is None else sizes[0] * sizes[1]
     verification = Verification(
         nproc=nproc,
+        simulate=simulate,
         backend=backend,
         modes=mode,
         options=options,
@@ -199,7 +201,8 @@ def verify(  # noqa: PLR0913  # one for each option of the command line
 
 @app.command(cls=Command, short_help="Verify every mode under every option on six small cases.")
 def matrix(  # noqa: PLR0913  # one for each option of the command line
-    nproc: given.Nproc = given.NPROC,
+    nproc: given.SomeNproc = None,
+    simulate: given.Simulate = None,
     backend: given.Backend = given.BACKEND,
     mode: given.Modes = None,
     engine: given.Engines = None,
@@ -216,7 +219,8 @@ def matrix(  # noqa: PLR0913  # one for each option of the command line
     from ddpopt.cli.verification import Verification
 
     verification = Verification(
-        nproc=nproc,
+        nproc=given.ranks_to_start(nproc, simulate),
+        simulate=simulate,
         backend=backend,
         modes=mode or "all",
         options=options or "all",

@@ -19,7 +19,7 @@ BACKEND = "aot_eager"
 NPROC = 2
 STEPS = 3
 MOST_MB = 8.0
-COUNTS = ("nproc", "steps")
+COUNTS = ("nproc", "simulate", "steps")
 POSITIVE = ("timeout", "minutes", "examples", "tries", "most_mb")
 TIMEOUT_S = 300.0
 """Inductor may take minutes to compile a large model."""
@@ -68,6 +68,16 @@ Reports = Annotated[
 ]
 Nproc = Annotated[
     int, typer.Option(help="Number of ranks; verify, matrix, tune and link use torchrun's, if any.")
+]
+Simulate = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        help="Judge N ranks in one process, which is each of them in turn; instead of --nproc, or with it.",
+    ),
+]
+SomeNproc = Annotated[
+    int | None, typer.Option(help="Number of ranks; by default 2, or none with --simulate.")
 ]
 Strategy = Annotated[
     str, typer.Option(help="auto, inline, split, or step, of which the buckets are those of inline.")
@@ -204,6 +214,11 @@ def chosen(text: str | None, known: Iterable[str], option: str) -> tuple[str, ..
     for name in found:
         named(name, all_of_them, option)
     return found
+
+
+def ranks_to_start(nproc: int | None, simulate: int | None) -> int | None:
+    """The number of ranks to start: as given, else 2, but none if ranks are simulated."""
+    return NPROC if nproc is None and simulate is None else nproc
 
 
 def require_usable(given: Mapping[str, Any]) -> None:

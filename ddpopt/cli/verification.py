@@ -16,6 +16,7 @@ from ddpopt.cases.option_cases import differing
 from ddpopt.cases.targets import resolve
 from ddpopt.cli.options import chosen
 from ddpopt.dynamo.backends import backend_of
+from ddpopt.errors import UsageError
 from ddpopt.judge.engines.meshes import Sizes, require_parts
 from ddpopt.judge.engines.modes import MODES, engines
 from ddpopt.judge.engines.names import mode_of
@@ -39,7 +40,8 @@ class Verification:
     """The request of the command line, as text.
 
     Attributes:
-        nproc: the number of ranks.
+        nproc: the number of ranks; None for simulated ones only.
+        simulate: the number of simulated ranks; None for none.
         backend: the Dynamo backend.
         modes: comma-separated names, ``all``, or None for ddpopt's own.
         options: the same for ways to use DDP; None for only the target's own.
@@ -53,7 +55,7 @@ class Verification:
         engines: the user's engines, judged with `modes`.
     """
 
-    nproc: int
+    nproc: int | None
     backend: str
     modes: str | None
     options: str | None
@@ -65,6 +67,7 @@ class Verification:
     device: str | None = None
     mesh: Sizes | None = None
     engines: tuple[str, ...] = ()
+    simulate: int | None = None
 
     def of_target(self, target: str, ddp_kwargs: Mapping[str, Any], *, locate: bool) -> int:
         """Verify one target, and locate a fault if requested.
@@ -86,7 +89,9 @@ class Verification:
 
     @property
     def _settings(self) -> Settings:
-        return Settings(backend_of(self.backend), self.steps, self.dtype, self.timeout_s, self.mesh)
+        return Settings(
+            backend_of(self.backend), self.steps, self.dtype, self.timeout_s, self.mesh, self.simulate or 0
+        )
 
     def _requests(self, cases: Sequence[Any]) -> list[Request]:
         builtin = [known.name for known in MODES]
@@ -96,7 +101,9 @@ class Verification:
         modes = (*named, *self.engines) or (mode_of("auto"),)
         options = chosen(self.options, [known.name for known in OPTIONS], "--options")
         requests = [Request(case, name, modes) for case in cases for name in options or OPTIONS_BY_DEFAULT]
-        checked(requests, self._settings, self.nproc)
+        if self.simulate is not None and self.mesh is not None:
+            raise UsageError("--simulate: expected no --mesh, whose ranks send what the others compute")
+        checked(requests, self._settings, 1 if self.nproc is None else self.nproc)
         return requests
 
     def _run(self, title: str, requests: list[Request], find: Callable[[Trial, int], Location] | None) -> int:

@@ -21,9 +21,10 @@ from ddpopt.fuzz.signatures import ROUNDING, of_error, of_finding, signature_of
 from ddpopt.judge.engines.modes import mode
 from ddpopt.judge.rules.bench import Bench, Subject
 from ddpopt.judge.rules.failing import in_words
+from ddpopt.judge.rules.outcome import EXACT
 from ddpopt.judge.rules.reference import Reference
 from ddpopt.judge.training.options import option
-from ddpopt.judge.trials.judge import EXACT, judge
+from ddpopt.judge.trials.judge import judge
 from ddpopt.judge.verdict import Finding, Status, Trial
 from ddpopt.ranks.group import Ranks
 from ddpopt.testing.drawn import Program

@@ -28,11 +28,12 @@ from ddpopt.judge.engines.engine import Engine
 from ddpopt.judge.engines.modes import mode
 from ddpopt.judge.rules.bench import Bench, Subject
 from ddpopt.judge.rules.failing import in_words
+from ddpopt.judge.rules.outcome import EXACT
 from ddpopt.judge.rules.reference import Reference
 from ddpopt.judge.training.options import option
 from ddpopt.judge.training.record import Record
 from ddpopt.judge.training.trainer import Trainer
-from ddpopt.judge.trials.judge import EXACT, judge
+from ddpopt.judge.trials.judge import judge
 from ddpopt.judge.verdict import Status, Trial
 from ddpopt.ranks.group import Ranks, new_group
 from ddpopt.terminal.tables import mib

@@ -145,6 +145,7 @@ class Trial:
         buckets: the buckets of the last synchronized step.
         graphs: the number of compiled graphs, including recompilations.
         seconds: wall time.
+        simulated: the number of ranks that one process simulated; 0 for ranks of their own.
     """
 
     case: str
@@ -161,12 +162,14 @@ class Trial:
     buckets: tuple[SeenBucket, ...] = ()
     graphs: int = 0
     seconds: float = 0.0
+    simulated: int = 0
 
     @property
     def name(self) -> str:
-        """Case, mode, option and backend in one line."""
+        """Case, mode, option, backend and simulated ranks in one line."""
         backend = f", {self.backend}" if self.backend else ""
-        return f"{self.case}: {self.mode} / {self.option}{backend}"
+        simulated = f", {self.simulated} simulated ranks" if self.simulated else ""
+        return f"{self.case}: {self.mode} / {self.option}{backend}{simulated}"
 
     @property
     def remarks(self) -> tuple[str, ...]:
@@ -218,7 +221,7 @@ class Verdict:
 
     Attributes:
         target: what was verified.
-        world_size: number of ranks.
+        world_size: number of ranks; of simulated ones if there are no others.
         trials: in the order in which they ran.
         environment: versions and hardware: ``torch``, ``ddpopt``, ``python``, ``device``, ``platform``.
         location: where it goes wrong, if that was searched for.

@@ -21,6 +21,19 @@ from ddpopt.inline.handover import hand_over
 NAMESPACES = ("c10d", "_c10d_functional")
 # Waiting is not a launch.
 NOT_COLLECTIVES = ("wait_tensor",)
+SENDS_AS = {
+    "all_reduce": "allreduce",
+    "all_reduce_coalesced": "allreduce_coalesced",
+    "allgather_base": "allgather",
+    "all_gather_into_tensor": "allgather",
+    "all_gather_into_tensor_coalesced": "allgather_into_tensor_coalesced",
+    "reduce_scatter_base": "reduce_scatter",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "alltoall_base": "alltoall",
+    "all_to_all_single": "alltoall",
+}
+"""Operators that send what another one does: a compiler replaces collectives by functional ones."""
 # The argument names of the tensors that these operators send, as in torch's schemas.
 SENT = ("tensors", "input_tensors", "input_tensor", "inputs", "input")
 
@@ -44,6 +57,15 @@ class Launch:
     dtype: str
     in_backward: bool
     group: str
+
+
+def sends_as(op: str) -> str:
+    """The name of what an operator sends, whether it is written by hand or by a compiler.
+
+    >>> sends_as("all_reduce"), sends_as("broadcast")
+    ('allreduce', 'broadcast')
+    """
+    return SENDS_AS.get(op, op)
 
 
 class LaunchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
@@ -85,23 +107,35 @@ class LaunchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torc
         return result
 
     def _note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        op = func._schema.name.partition("::")[2].strip("_")
-        names = [argument.name for argument in func._schema.arguments]
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        if op in NOT_COLLECTIVES or not _group_name(given):
-            return
-        values = tree_leaves([given.get(name) for name in SENT])
-        sent = [value for value in values if isinstance(value, Tensor)]
-        self._on_launch(
-            Launch(
-                op=op,
-                numel=sum(tensor.numel() for tensor in sent),
-                nbytes=sum(tensor.numel() * tensor.element_size() for tensor in sent),
-                dtype=str(sent[0].dtype).removeprefix("torch.") if sent else "",
-                in_backward=task_id() != NO_TASK,
-                group=_group_name(given),
-            )
-        )
+        launch = launch_of(func._schema, args, kwargs)
+        if launch is not None:
+            self._on_launch(launch)
+
+
+def launch_of(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Launch | None:
+    """What a call of an operator launches; None if that is no collective.
+
+    Args:
+        schema: the operator's schema.
+        args: its positional arguments.
+        kwargs: its others.
+    """
+    op = schema.name.partition("::")[2].strip("_")
+    names = [argument.name for argument in schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    group = _group_name(given)
+    if op in NOT_COLLECTIVES or not group:
+        return None
+    values = tree_leaves([given.get(name) for name in SENT])
+    sent = [value for value in values if isinstance(value, Tensor)]
+    return Launch(
+        op=op,
+        numel=sum(tensor.numel() for tensor in sent),
+        nbytes=sum(tensor.numel() * tensor.element_size() for tensor in sent),
+        dtype=str(sent[0].dtype).removeprefix("torch.") if sent else "",
+        in_backward=task_id() != NO_TASK,
+        group=group,
+    )
 
 
 def _group_name(arguments: Mapping[str, Any]) -> str:

@@ -19,6 +19,7 @@ from ddpopt.cases.case import Call, Case, mean_square
 from ddpopt.errors import UsageError, VerificationError
 from ddpopt.judge.engines.engine import Engine
 from ddpopt.ranks.group import one_rank
+from ddpopt.testing.needs import simulated_ranks
 
 
 class DdpNotEqualError(VerificationError, AssertionError):
@@ -39,13 +40,15 @@ def assert_ddp_equal(  # noqa: PLR0913  # every part of a data-parallel step
 ) -> None:
     """Assert that a compiled data-parallel step of a model computes what eager DDP computes.
 
-    In a test marked ``world_size(n)`` every rank must call it; elsewhere it makes a group of one rank.
+    In a test marked ``world_size(n)`` every rank must call it; elsewhere it makes a group of one rank. In a
+    test marked ``world_size(n, simulate=True)`` its process is each of n ranks in turn.
 
     Args:
         model: the module itself, not wrapped in DDP; it is copied and not changed. As in DDP, all ranks start
             from the weights of rank 0.
         inputs: this rank's arguments, the same in every step: a tuple or list of positional arguments, a
-            mapping of keyword arguments, or a single argument. Or a function that returns these for a step.
+            mapping of keyword arguments, or a single argument. Or a function that returns these for a step;
+            on simulated ranks it is called for each, and ``torch.distributed.get_rank()`` is that rank.
         kwargs: more keyword arguments of this rank, the same in every step.
         loss: maps the model's output to a scalar; by default the mean of squares of all outputs.
         strategy: ddpopt's strategy: ``"split"``, ``"inline"`` or ``"auto"``.
@@ -68,11 +71,22 @@ def assert_ddp_equal(  # noqa: PLR0913  # every part of a data-parallel step
         )
     with warnings.catch_warnings():  # from torch, importing Inductor; a user may turn warnings into errors
         warnings.simplefilter("ignore")
-        from ddpopt.judge.trials.runner import verify_here  # heavy, as is Inductor: not at the top
+        from ddpopt.judge.trials.runner import verify_here, verify_simulated  # heavy, as is Inductor
+    if size := simulated_ranks.get():
+        case = _simulated_case(model, inputs, kwargs, loss or mean_square, ddp_kwargs or {})
+        with _trace_not_captured():
+            verdict = verify_simulated(case, size, mode=mode, strategy=strategy, backend=backend, steps=steps)
+        _require(verdict)
+        return
     with one_rank(), _trace_not_captured():
         calls = [_call(inputs, kwargs, step) for step in range(steps)]
         case = _case(model, calls, loss or mean_square, ddp_kwargs or {})
         verdict = verify_here(case, mode=mode, strategy=strategy, backend=backend, steps=steps)
+    _require(verdict)
+
+
+def _require(verdict: Any) -> None:
+    __tracebackhide__ = True
     try:
         verdict.require()
     except VerificationError as error:
@@ -120,6 +134,26 @@ def _case(
         loss=loss,
         ddp_kwargs=ddp_kwargs,
     )
+
+
+def _simulated_case(
+    model: nn.Module,
+    inputs: Any,
+    kwargs: Mapping[str, Any] | None,
+    loss: Callable[[Any], Tensor],
+    ddp_kwargs: Mapping[str, Any],
+) -> Case:
+    """Build the case of simulated ranks, of which each gets its inputs in its turn."""
+    first = copy.deepcopy(model)
+
+    def call(rank: int, step: int) -> Call:
+        del rank  # the process is that rank
+        made: Call = tree_map_only(Tensor, _fresh, _call(inputs, kwargs, step))
+        return made
+
+    name = type(model).__name__
+    about = "given to assert_ddp_equal"
+    return Case(name, lambda: copy.deepcopy(first), call, about, loss, ddp_kwargs)
 
 
 def _take_weights_of_rank_zero(model: nn.Module) -> None:

@@ -5,6 +5,7 @@ agree on a test's limit.
 """
 
 import os
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -37,6 +38,8 @@ class Rank(Protocol):
         """The store of the current test, this rank's number, and the number of ranks."""
 
 
+simulated_ranks: ContextVar[int] = ContextVar("simulated_ranks", default=0)
+"""The number of ranks that the process of the running test is in turn; 0 for ranks of their own."""
 rank_key = pytest.StashKey[Rank]()
 
 
@@ -49,12 +52,14 @@ class Needs:
         backend: backend of its process group; None for NCCL if each rank has a GPU, else gloo.
         limit_s: seconds that the test and its fixtures may take.
         problem: the error in the marker, which the test's setup shows; empty if there is none.
+        simulate: the number of ranks that the test's only process is in turn; 0 for ranks of their own.
     """
 
     size: int
     backend: str | None = None
     limit_s: float = LIMIT_S
     problem: str = ""
+    simulate: int = 0
 
 
 def is_marked(item: pytest.Item) -> bool:
@@ -67,12 +72,14 @@ def needs_of(item: pytest.Item) -> Needs:
     marker = item.get_closest_marker("world_size")
     assert marker is not None
     match marker.args:
-        case (int(size),) if size > 0 and marker.kwargs.keys() <= {"backend", "timeout"}:
+        case (int(size),) if size > 0 and marker.kwargs.keys() <= {"backend", "timeout", "simulate"}:
             backend = marker.kwargs.get("backend")
             limit_s = marker.kwargs.get("timeout", _other_limit(item))
             if backend in BACKENDS and isinstance(limit_s, int | float) and limit_s > 0:
+                if marker.kwargs.get("simulate"):
+                    return Needs(1, backend, float(limit_s), simulate=size)
                 return Needs(size, backend, float(limit_s))
-            expected = "world_size(n, backend='gloo' or 'nccl', timeout=seconds above 0)"
+            expected = "world_size(n, backend='gloo' or 'nccl', timeout=seconds above 0, simulate=True)"
             advice = "Omit what you do not need to set."
         case _:
             expected = "world_size(n) with one positive int"

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ddpopt.ranks.environment import launched_ranks, own_rank
-from ddpopt.testing.needs import DIVIDED, LIMIT_S, is_marked, lacking, needs_of, rank_key
+from ddpopt.testing.needs import DIVIDED, LIMIT_S, is_marked, lacking, needs_of, rank_key, simulated_ranks
 
 if TYPE_CHECKING:
     from ddpopt.ranks.group import Ranks
@@ -64,8 +64,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     config.addinivalue_line(
         "markers",
-        "world_size(n, backend=None, timeout=seconds): run the test on n ranks, in a process group of that "
-        f"backend ('gloo' or 'nccl'), for at most that long (default: {LIMIT_S:g} s) (ddpopt)",
+        "world_size(n, backend=None, timeout=seconds, simulate=False): run the test on n ranks, in a process "
+        f"group of that backend ('gloo' or 'nccl'), for at most that long (default: {LIMIT_S:g} s); with "
+        "simulate=True on one rank, where assert_ddp_equal simulates n (ddpopt)",
     )
 
 
@@ -155,6 +156,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     item.stash[open_key] = ExitStack()
     group = grouped(COLLECTIVE_SHARE * needs.limit_s, rank.seat, backend=backend)
     item.stash[ranks_key] = item.stash[open_key].enter_context(group)
+    token = simulated_ranks.set(needs.simulate)
+    item.stash[open_key].callback(simulated_ranks.reset, token)
 
 
 @pytest.hookimpl(wrapper=True)

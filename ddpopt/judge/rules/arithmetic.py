@@ -169,6 +169,7 @@ def arithmetic_of(
     reference: Tensor | None,
     terms: Sum | None = None,
     sent_as: torch.dtype | None = None,
+    chance: float = FALSE_ALARM,
 ) -> Arithmetic:
     """L2: learn the size of eager's rounding errors from eager runs on neighboring data.
 
@@ -187,6 +188,7 @@ def arithmetic_of(
             reproducible.
         terms: the contributions of the ranks, if the result is their mean.
         sent_as: the dtype in which it is summed, if not its own.
+        chance: the probability of calling a right number wrong; smaller where there are more of them.
 
     Returns:
         The truth and the size of eager's errors. If there is no reference, or it took another path (another
@@ -197,7 +199,7 @@ def arithmetic_of(
     settled = stacked.isfinite().all(0)
     values = stacked.where(settled, 0)
     center = values.mean(0)
-    factor = centered_factor(len(values))
+    factor = centered_factor(len(values), chance)
     truth = center
     note = "no float64 reference"
     kind = dense(samples[0]).dtype
@@ -209,7 +211,7 @@ def arithmetic_of(
         reach = max(spread, unit_roundoff(dtype) * rms(found))
         note = "float64 takes a different path through this model"
         if rms(values[0] - found) <= CREDIBLE * tail_factor(len(values)) * reach:
-            factor = tail_factor(len(values))
+            factor = tail_factor(len(values), chance)
             truth = found
             note = ""
     return Arithmetic(
@@ -221,7 +223,7 @@ def arithmetic_of(
         eager=eager,
         settled=settled,
         scale=_norm([projection(value, truth) - 1 for value in values]),
-        rows=_rows_of_different_size(truth, values, centered=bool(note)),
+        rows=_rows_of_different_size(truth, values, chance, centered=bool(note)),
         note=note,
     )
 
@@ -232,7 +234,9 @@ def projection(value: Tensor, truth: Tensor) -> float:
     return float((value * truth).sum()) / size if size else 1.0
 
 
-def _rows_of_different_size(truth: Tensor, values: Tensor, *, centered: bool) -> tuple[RowGroup, ...]:
+def _rows_of_different_size(
+    truth: Tensor, values: Tensor, chance: float, *, centered: bool
+) -> tuple[RowGroup, ...]:
     """Group the rows by the size of their values, or of their errors if those are larger.
 
     In one bound for all, a row of an embedding whose values are a thousandth of the largest row's could be
@@ -241,6 +245,7 @@ def _rows_of_different_size(truth: Tensor, values: Tensor, *, centered: bool) ->
     Args:
         truth: the number without rounding.
         values: the samples, stacked.
+        chance: as for `arithmetic_of`.
         centered: whether the truth is the samples' own mean.
 
     Returns:
@@ -255,7 +260,7 @@ def _rows_of_different_size(truth: Tensor, values: Tensor, *, centered: bool) ->
     distinct: list[float] = sorted(set(grades.tolist()))
     if len(distinct) < 2:
         return ()
-    chance = FALSE_ALARM / len(distinct)
+    chance = chance / len(distinct)
     factor = centered_factor(len(values), chance) if centered else tail_factor(len(values), chance)
     groups = []
     for grade in distinct:

@@ -15,6 +15,7 @@ from ddpopt.judge.compare import raw_bytes
 from ddpopt.judge.engines.engine import Engine
 from ddpopt.judge.training.record import Record
 from ddpopt.judge.training.trainer import Option
+from ddpopt.observation.launches import sends_as
 from ddpopt.observation.observe import Collective
 
 ONE_SIDED = ("send", "recv")
@@ -60,13 +61,14 @@ def _digest(tensor: Tensor) -> bytes:
 
 
 def _sent(collective: Collective) -> str:
-    words = collective.op if collective.op.startswith(UNEVEN) else words_of(collective)
+    is_uneven = collective.op.startswith(UNEVEN)
+    words = sends_as(collective.op) if is_uneven else words_of(collective)
     return words if collective.bucket is None else f"{words}, bucket {collective.bucket}"
 
 
 def words_of(collective: Collective) -> str:
     """Describe a collective."""
-    return f"{collective.op} of {collective.nbytes} bytes of {collective.dtype}"
+    return f"{sends_as(collective.op)} of {collective.nbytes} bytes of {collective.dtype}"
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 
 import torch
 
+from ddpopt.errors import numbered
 from ddpopt.judge.compare import Difference, Region, bitwise, communication, dense
 from ddpopt.judge.engines.engine import Engine
 from ddpopt.judge.rules.arithmetic import arithmetic
@@ -243,8 +244,7 @@ class Judged:
             size: the number of ranks.
         """
         seen = self.measured
-        on = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-        on = "all ranks" if len(ranks) == size > 1 else on
+        on = "all ranks" if len(ranks) == size > 1 else numbered("rank", ranks)
         bucket = f", bucket {seen.bucket}" if seen.bucket is not None else ""
         remark = f" ({self.note})" if self.note else ""
         by_optimizer = seen.level == "L0" and seen.parameter.startswith((PARAMETER, STATE))
@@ -316,6 +316,15 @@ class Sheet:
         """Labels of the numbers that are wrong."""
         wrong = (item.measured for item in self.judged if not item.right)
         return {labeled(one.parameter, one.moment, is_extra=one.moment in EXTRAS) for one in wrong}
+
+    def with_more(self, other: "Sheet") -> "Sheet":
+        """This sheet with what another one of the same rank has, which is later."""
+        sheet = replace(other, findings=[*self.findings, *other.findings], notes=[*self.notes, *other.notes])
+        sheet.judged = worst([*self.judged, *other.judged])
+        sheet.about = {**self.about}
+        for remark, names in other.about.items():
+            sheet.about[remark] = {**self.about.get(remark, {}), **names}
+        return sheet
 
     def in_short(self) -> "Sheet":
         """The sheet with only the worst comparison of each number and level."""

@@ -23,7 +23,7 @@ from ddpopt.cases.case import Case
 from ddpopt.cases.option_cases import cast
 from ddpopt.judge.compare import Sum, exact
 from ddpopt.judge.engines.engine import Named
-from ddpopt.judge.rules.arithmetic import Arithmetic, arithmetic_of
+from ddpopt.judge.rules.arithmetic import FALSE_ALARM, Arithmetic, arithmetic_of
 from ddpopt.judge.training.record import (
     NumberKind,
     Record,
@@ -160,6 +160,7 @@ def learned(
     *,
     unstable: Collection[str] = (),
     written: Collection[str] = (),
+    chance: float = FALSE_ALARM,
 ) -> list[dict[str, Arithmetic]]:
     """The effect of eager's rounding on each number of each step.
 
@@ -170,6 +171,7 @@ def learned(
         sent_as: the dtype in which gradients are summed, if not their own.
         unstable: names of numbers that eager does not reproduce; a float64 run is no reference for them.
         written: names of parameters that something other than the optimizer writes to.
+        chance: as for `ddpopt.judge.rules.arithmetic.arithmetic_of`.
 
     Returns:
         For each step, the rounding by the name of the number.
@@ -184,7 +186,7 @@ def learned(
             samples = [value, *(other[name] for other in others if name in other)]
             key = labeled(plain(name), moment.moment, is_extra=moment.moment in runs[0].extras)
             reference = None if key in unstable else wide.get(name)
-            found[-1][name] = arithmetic_of(samples, reference, terms.get(name), sent_as)
+            found[-1][name] = arithmetic_of(samples, reference, terms.get(name), sent_as, chance)
     return found
 
 

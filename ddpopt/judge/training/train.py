@@ -21,6 +21,7 @@ from ddpopt.ddp.state import state_of
 from ddpopt.errors import UsageError
 from ddpopt.judge.engines.engine import Engine, Gradients, Named
 from ddpopt.judge.engines.meshes import put_back
+from ddpopt.judge.training.memory import Pairs
 from ddpopt.judge.training.moments import evaluate, extra_step, probe
 from ddpopt.judge.training.record import Record, RecordedStep, optimizer_state
 from ddpopt.judge.training.trainer import Course, Option, Place, Trainer, random_state
@@ -37,13 +38,7 @@ def train(course: Course, mode: Engine, place: Place) -> Record:
     """
     with mode.running(), contextlib.ExitStack() as stack:
         stack.callback(gc.collect)  # a DDP module and its reducer are in reference cycles through their hooks
-        make = functools.partial(_make, course, mode, place)
-        trainer = Trainer(course.case, place, make, course.option.recipe, has_momentum=course.has_momentum)
-        trainer.record.follow = course.follow
-        trainer.record.ignored = frozenset(getattr(trainer.ddp, "parameters_to_ignore", ()))
-        trainer.record.recipe = trainer.recipe
-        course.option.configure(trainer)
-        course.tamper(trainer)
+        trainer = made_trainer(course, mode, place)
         take, update = _ways(trainer, course.option)
         trainer.advance = lambda: (take(), update())
         first = 0
@@ -55,7 +50,7 @@ def train(course: Course, mode: Engine, place: Place) -> Record:
             for trainer.step in range(first, course.option.steps(place, course.steps)):
                 if course.follow is not None:
                     trainer.parallel.load(course.follow[trainer.step])
-                _one_step(trainer, course.option, take, update)
+                record_training_step(trainer, course.option, take, update)
         trainer.is_training = False
         if course.evaluate:
             evaluate(trainer)
@@ -67,6 +62,18 @@ def train(course: Course, mode: Engine, place: Place) -> Record:
         if course.option.resumes:
             trainer.record.checkpoint = course.steps, trainer.parallel.state(), trainer.updates.state()
         return trainer.record
+
+
+def made_trainer(course: Course, mode: Engine, place: Place) -> Trainer:
+    """Make a model, data-parallel in a mode and configured by the option, and everything to train it."""
+    make = functools.partial(_make, course, mode, place)
+    trainer = Trainer(course.case, place, make, course.option.recipe, has_momentum=course.has_momentum)
+    trainer.record.follow = course.follow
+    trainer.record.ignored = frozenset(getattr(trainer.ddp, "parameters_to_ignore", ()))
+    trainer.record.recipe = trainer.recipe
+    course.option.configure(trainer)
+    course.tamper(trainer)
+    return trainer
 
 
 def _make(course: Course, mode: Engine, place: Place) -> Engine:
@@ -126,15 +133,30 @@ def _watched(trainer: Trainer, mode: Engine) -> Iterator[None]:
         record.plan = state_of(ddp).step_plan if trainer.parallel.whole is not None else imposed_plan(ddp)
 
 
-def _one_step(trainer: Trainer, option: Option, take: Callable[[], None], update: Callable[[], None]) -> None:
+def record_training_step(
+    trainer: Trainer, option: Option, take: Callable[[], None], update: Callable[[], None]
+) -> None:
+    """Take one step, and add what it leaves to the trainer's record.
+
+    Args:
+        trainer: the trainer, in the state that the step starts from.
+        option: how DDP is used.
+        take: runs the forwards and backwards.
+        update: updates the parameters.
+    """
     trainer.extras = {}
     trainer.parallel.zero_grad(set_to_none=not option.keeps_gradients)
     option.before_step(trainer)
     trainer.sight.before_step(keep=option.keeps_gradients)
     sent = trainer.sending(take)
     random = random_state(trainer.place.device)
-    trainer.extras |= trainer.sight.after_step() | trainer.sight.settings(trainer.place.device)
-    sharing, written = (None, ()) if trainer.parallel.is_sharded else trainer.sight.memory()
+    trainer.extras |= trainer.sight.after_step()
+    sharing: Pairs | None = None
+    written: tuple[str, ...] = ()
+    if trainer.sees_all:
+        trainer.extras |= trainer.sight.settings(trainer.place.device)
+    if trainer.sees_all and not trainer.parallel.is_sharded:
+        sharing, written = trainer.sight.memory()
     gradients = trainer.parallel.gradients()
     early = set(trainer.extras)
     final: Gradients = {}

@@ -23,7 +23,7 @@ from ddpopt.judge.training.surroundings import seed_others
 from ddpopt.judge.training.updating import Recipe, Updates, recipe_for
 from ddpopt.judge.training.visible import Sight
 from ddpopt.observation.compilations import Compilations
-from ddpopt.observation.launches import Launch, LaunchMode
+from ddpopt.observation.launches import Launch, LaunchMode, sends_as
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,7 @@ class Trainer:
         compilations: the graphs that Dynamo compiles during the run.
         launches: the collectives of the run, if the engine has no reducer to observe.
         is_training: whether the steps are not yet over.
+        sees_all: whether the state of the process, and what shares memory, is part of the record.
         advance: takes a step as the option does, and updates the parameters.
         resized: changes the arguments of each forward, as for a batch of another size; None to leave them.
     """
@@ -88,6 +89,7 @@ class Trainer:
         self.launches: list[Launch] = []
         self.resized: Callable[[Any], Any] | None = None
         self.is_training = True
+        self.sees_all = True
         self.advance: Callable[[], object] = _nothing
         # two DDP modules that reduce the same gradients follow no plan
         modules = self.ddp.modules() if self.parallel.planned else ()
@@ -147,7 +149,7 @@ class Trainer:
         """Do something, and return the collectives that it sends, where `launches` has them."""
         before = len(self.launches)
         act()
-        return tuple(map(_words, self.launches[before:]))
+        return tuple(map(words, self.launches[before:]))
 
     def noting(self, act: Callable[[], object]) -> tuple[str, ...]:
         """Do something after the steps, and return the collectives that it sends."""
@@ -158,7 +160,7 @@ class Trainer:
         with LaunchMode(launches.append, lambda: None):
             act()
         self.launches += launches
-        return tuple(map(_words, launches))
+        return tuple(map(words, launches))
 
     def foreign(self) -> tuple[str, ...]:
         """The collectives so far in the default group, if the engine was given another one."""
@@ -166,15 +168,16 @@ class Trainer:
         if self.place.group is default or self.parallel.default_group:
             return ()
         own = [launch for launch in self.launches if launch.group == default.group_name]
-        return tuple(map(_words, own))
+        return tuple(map(words, own))
 
 
 def _nothing() -> None:
     """No step yet."""
 
 
-def _words(launch: Launch) -> str:
-    return f"{launch.op} of {launch.nbytes} bytes of {launch.dtype}"
+def words(launch: Launch) -> str:
+    """Describe what is launched."""
+    return f"{sends_as(launch.op)} of {launch.nbytes} bytes of {launch.dtype}"
 
 
 def plain_step(trainer: Trainer) -> None:

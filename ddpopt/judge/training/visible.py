@@ -42,6 +42,7 @@ OUTSIDE = "the tensor outside DDP"
 ATTRIBUTE = "attribute "
 LAST = "the last step's "
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+SETTINGS = "state of torch's settings"
 REMADE = "list of what it changed in the model"
 MOVED = "list of parameters in other memory"
 STEPS_THAT_COMPILE = 2
@@ -175,12 +176,17 @@ class Sight:
         training = sorted({part.training for part in self._model.modules()})
         drawn = {f"state of {name} generator": state for name, state in generators().items()}
         return {
-            "state of torch's settings": f"{settings_of_torch(device)}, training {training}",
+            SETTINGS: f"{settings_of_torch(device)}, training {training}",
             "list of what it changed in the process": ", ".join(self._changed_process()) or "nothing",
             REMADE: ", ".join(self._changed_parts()) or "nothing",
             MOVED: ", ".join(self._moved()) or "none",
             **drawn,
         }
+
+    def forget_process(self) -> None:
+        """Take what was changed in the process so far for what was there before."""
+        if self._steps:
+            self._process = process_state()
 
     def _changed_parts(self) -> list[str]:
         """What the model has or lacks since the last step."""

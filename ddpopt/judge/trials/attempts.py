@@ -10,7 +10,7 @@ from operator import attrgetter
 from typing import Any
 
 from ddpopt.judge.rules.failing import FailedAloneError
-from ddpopt.judge.trials.judge import JUDGE_FAILED
+from ddpopt.judge.rules.outcome import JUDGE_FAILED
 from ddpopt.judge.trials.on_rank import Ended, Request, Settings, Started, on_rank, requested_trials
 from ddpopt.judge.verdict import Finding, Status, Trial
 from ddpopt.ranks.failures import RanksFailed

@@ -5,31 +5,20 @@ and says why it was not; all ranks return the same trial.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any
 
-from ddpopt.judge.compare import dense
-from ddpopt.judge.engines.engine import Engine, Gives
+from ddpopt.judge.engines.engine import Engine
 from ddpopt.judge.rules.evidence import RunEvidence
 from ddpopt.judge.rules.failing import Failure, own_of, told
 from ddpopt.judge.rules.ladder import Ladder, findings, remarks, worst
+from ddpopt.judge.rules.outcome import JUDGE_FAILED, ended, has_gradients, has_option, is_exact
 from ddpopt.judge.rules.reference import Reference
 from ddpopt.judge.rules.structure import structure
 from ddpopt.judge.training.record import Record
 from ddpopt.judge.training.trainer import Trainer
 from ddpopt.judge.verdict import Finding, SeenBucket, Status, Trial
-
-EXACT = ("eager", "aot_eager")
-"""Backends that run the operations of eager, in its order."""
-
-GIVES = get_args(Gives)
-"""In ascending order: each offers more than the one before."""
-JUDGE_FAILED = "the judge itself failed, so nothing was learned; please report this"
-NO_GRADIENTS = (
-    "nothing was judged: in eager DDP, no parameter gets a finite gradient. Make sure that a parameter is "
-    "trained, and look for the source of NaN or infinity"
-)
 
 
 def judge(
@@ -57,7 +46,7 @@ def judge(
     backend = backend if mode.compiles else None
     name = "" if backend is None else getattr(backend, "__name__", str(backend))
     trial = Trial(bench.subject.case.name, mode.name, bench.subject.option.name, name, Status.REFUSED)
-    if GIVES.index(bench.subject.option.needs) > GIVES.index(mode.gives):
+    if not has_option(mode, bench.subject.option):
         return replace(trial, reason=f"{mode.name} has no such option")
     record = bench.run(mode, backend, follow=reference.eager.starts, tamper=tamper)
     if record is None:
@@ -99,20 +88,19 @@ def _judged(
     """Check the structure, climb the ladder, and merge what all ranks found."""
     bench = reference.bench
     if exact is None:
-        runs_as_eager = backend is None or (backend in EXACT and bench.subject.option.computes is None)
-        exact = mode.exact and runs_as_eager
+        exact = is_exact(mode, bench.subject.option, backend)
     wrong = structure(_evidence(reference, mode, backend, record), bench.ranks.rank)
     sheet = Ladder(reference, mode, exact=exact, ordered=bench.grid.size <= 2).climb(record)
     sheet.findings[:0] = wrong
     sheets = bench.ranks.gather(sheet.in_short())
     judged = worst(item for one in sheets for item in one.judged)
     found = findings(sheets, judged, bench.ranks.gather(reference.ready)[0])
-    judged_any = any(bench.ranks.gather(_has_gradients(reference.eager)))
+    judged_any = any(bench.ranks.gather(has_gradients(reference.eager)))
     last = record.iterations[-1].buckets if record.iterations else ()
     missed = (*record.unjudged, *reference.unjudged)
     unjudged = tuple(dict.fromkeys(what for of_rank in bench.ranks.gather(missed) for what in of_rank))
     return {
-        **_ended(found, judged_any, unjudged),
+        **ended(found, judged_any, unjudged),
         "findings": found,
         "unjudged": unjudged,
         "levels": tuple(sorted({"L3", *(item.measured.level for item in judged)})),
@@ -121,17 +109,6 @@ def _judged(
         "buckets": tuple(SeenBucket(one.index, one.params, one.nbytes, one.dtype) for one in last),
         "graphs": len(record.graphs),
     }
-
-
-def _ended(found: Sequence[Finding], judged_any: bool, unjudged: Sequence[str]) -> dict[str, Any]:
-    """The status of a trial whose run was compared, and the reason."""
-    if found:
-        return {"status": Status.WRONG}
-    if not judged_any:
-        return {"status": Status.NOT_POSSIBLE, "reason": NO_GRADIENTS}
-    if unjudged:
-        return {"status": Status.BROKEN, "reason": f"not judged in full: {'; '.join(unjudged)}"}
-    return {"status": Status.OK}
 
 
 def _evidence(reference: Reference, mode: Engine, backend: Any, record: Record) -> RunEvidence:
@@ -159,9 +136,3 @@ def _sent_uncompiled(reference: Reference, mode: Engine, backend: Any) -> list[t
         return None
     record = reference.bench.run(mode, None, follow=reference.eager.starts)
     return [] if record is None else record.sent
-
-
-def _has_gradients(eager: Record) -> bool:
-    """Whether there is a gradient with a number in it."""
-    gradients = (gradient for step in eager.steps for gradient in step.gradients.values())
-    return any(bool(dense(gradient).isfinite().any()) for gradient in gradients if gradient is not None)

@@ -21,9 +21,11 @@ from ddpopt.judge.engines.meshes import Grid, Sizes, require_parts
 from ddpopt.judge.engines.modes import mode
 from ddpopt.judge.rules.bench import Bench, Subject
 from ddpopt.judge.rules.failing import own_of
+from ddpopt.judge.rules.outcome import JUDGE_FAILED
 from ddpopt.judge.rules.reference import Reference
+from ddpopt.judge.simulation.simulate import simulate
 from ddpopt.judge.training.options import option
-from ddpopt.judge.trials.judge import JUDGE_FAILED, judge
+from ddpopt.judge.trials.judge import judge
 from ddpopt.judge.trials.resuming import resume
 from ddpopt.judge.verdict import Status, Trial
 from ddpopt.ranks.group import Ranks
@@ -60,6 +62,7 @@ class Settings:
         dtype: name of the dtype to compute in; None for the case's own.
         trial_limit_s: limit of one trial, and of eager's runs before the first one, in seconds.
         mesh: see `ddpopt.judge.engines.meshes`; None if each rank trains a whole model.
+        simulate: the number of ranks that one process simulates; 0 for ranks of their own.
     """
 
     backend: Any = "inductor"
@@ -67,6 +70,7 @@ class Settings:
     dtype: str | None = None
     trial_limit_s: float = TRIAL_LIMIT_S
     mesh: Sizes | None = None
+    simulate: int = 0
 
     @property
     def collective_limit_s(self) -> float:
@@ -125,7 +129,8 @@ def run_trials(
         left = [(i, trial) for i, trial in itertools.islice(all_of_them, len(request.modes)) if i not in done]
         if left:
             before_each()
-            trials += _judged(ranks, request, settings, left)
+            take = _simulated if settings.simulate else _judged
+            trials += take(ranks, request, settings, left)
     return trials
 
 
@@ -137,7 +142,9 @@ def requested_trials(requests: Sequence[Request], settings: Settings) -> Iterato
         for name in request.modes:
             engine = mode(name)
             compiler = backend if engine.compiles else ""
-            yield Trial(case, engine.name, request.option, compiler, Status.BROKEN)
+            yield Trial(
+                case, engine.name, request.option, compiler, Status.BROKEN, simulated=settings.simulate
+            )
 
 
 def hardware(device: torch.device) -> str:
@@ -179,9 +186,7 @@ def _judged(
     ranks: Ranks, request: Request, settings: Settings, left: Sequence[tuple[int, Trial]]
 ) -> Iterator[Trial]:
     """Judge the modes of one case under one option."""
-    case = resolve(request.target)
-    if settings.dtype is not None:
-        case = in_dtype(case, getattr(torch, settings.dtype))
+    case = _in_dtype_of(settings, resolve(request.target))
     require_parts(case, settings.mesh)
     grid = Grid(settings.mesh, ranks.rank, ranks.size)
     engines = {each.name: each for each in map(mode, request.modes)}
@@ -203,6 +208,26 @@ def _judged(
                     trial = _with_remark_on_time(trial, settings.trial_limit_s)
             ranks.emit(Ended(index, trial))
             yield trial
+
+
+def _simulated(
+    ranks: Ranks, request: Request, settings: Settings, left: Sequence[tuple[int, Trial]]
+) -> Iterator[Trial]:
+    """Judge the modes of one case under one option, on ranks that this process simulates."""
+    case = _in_dtype_of(settings, resolve(request.target))
+    engines = {each.name: each for each in map(mode, request.modes)}
+    subject = Subject(case, option(request.option), settings.steps, ranks.device)
+    for index, trial in left:
+        ranks.emit(Started(index, case.name, request.option, trial.mode))
+        with ranks.limited(settings.trial_limit_s, f"{case.name}: {trial.mode} / {request.option}"):
+            trial = simulate(subject, engines[trial.mode], settings.backend, settings.simulate)
+            trial = _with_remark_on_time(trial, settings.trial_limit_s)
+        ranks.emit(Ended(index, trial))
+        yield trial
+
+
+def _in_dtype_of(settings: Settings, case: Case) -> Case:
+    return case if settings.dtype is None else in_dtype(case, getattr(torch, settings.dtype))
 
 
 def _with_remark_on_time(trial: Trial, limit_s: float) -> Trial:

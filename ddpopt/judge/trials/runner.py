@@ -23,9 +23,9 @@ from ddpopt.judge.engines.engine import Engine
 from ddpopt.judge.engines.meshes import require_parts
 from ddpopt.judge.engines.modes import mode
 from ddpopt.judge.engines.names import mode_of
+from ddpopt.judge.rules.outcome import GIVES
 from ddpopt.judge.training.options import option
 from ddpopt.judge.trials.attempts import Attempts, Progress
-from ddpopt.judge.trials.judge import GIVES
 from ddpopt.judge.trials.on_rank import (
     STEPS,
     TRIAL_LIMIT_S,
@@ -34,10 +34,13 @@ from ddpopt.judge.trials.on_rank import (
     hardware,
     run_trials,
 )
+from ddpopt.judge.trials.simulated import Shares
 from ddpopt.judge.verdict import Location, Status, Trial, Verdict
 from ddpopt.ranks.group import COLLECTIVE_LIMIT_S, joined, under_torchrun
 
 RUN_LIMIT_S = 3600.0
+NPROC = 2
+"""The ranks that are started if no number is given."""
 OPTIONS_BY_DEFAULT = ("default",)
 Modes = str | Engine | Sequence[str | Engine]
 """One or more modes: names, or engines."""
@@ -46,7 +49,8 @@ Modes = str | Engine | Sequence[str | Engine]
 def verify(  # noqa: PLR0913  # one for each thing that a user may choose
     target: str | Case | Callable[[], object],
     *,
-    nproc: int = 2,
+    nproc: int | None = None,
+    simulate: int | None = None,
     strategy: str = "auto",
     backend: Any = "inductor",
     mode: Modes | None = None,
@@ -68,7 +72,9 @@ def verify(  # noqa: PLR0913  # one for each thing that a user may choose
     Args:
         target: a `ddpopt.testing.Case`, a factory of a case, ``"package.module:name"`` of either, or the
             name of a case in the corpus.
-        nproc: the number of ranks to start.
+        nproc: the number of ranks to start; by default 2, or none if ranks are simulated.
+        simulate: also, or instead, judge so many ranks that one process is in turn. They send nothing, so
+            what depends on values of other ranks is not judged.
         strategy: ddpopt's strategy, if no mode is given: ``"split"``, ``"inline"`` or ``"auto"``.
         backend: the Dynamo backend: a name, or a callable ``(gm, example_inputs)``.
         mode: the modes to judge, by name (see ``ddpopt.judge.engines.modes``); by default ddpopt's.
@@ -99,13 +105,22 @@ def verify(  # noqa: PLR0913  # one for each thing that a user may choose
     for what, given in (("engine", engine), ("mode", mode), ("options", options)):
         if given is not None and not _names(given):
             raise UsageError(f"{what}: expected at least one, got {given!r}")
-    settings = Settings(backend, steps, dtype, trial_limit_s, mesh)
+    if simulate is not None and mesh is not None:
+        raise UsageError(
+            "simulate: expected no mesh, whose ranks send what the others compute; leave one out"
+        )
+    settings = Settings(backend, steps, dtype, trial_limit_s, mesh, simulate or 0)
     case = resolve(target)
     require_parts(case, mesh)
-    nproc = nproc if mesh is None else mesh[0] * mesh[1]
+    if mesh is not None:
+        nproc = mesh[0] * mesh[1]
+    elif nproc is None and simulate is None:
+        nproc = NPROC
     traveling = target if isinstance(target, str) else case
     requests = [Request(traveling, name, modes) for name in _names(options)]
-    checked(requests, settings, nproc)
+    checked(requests, settings, 1 if nproc is None else nproc)
+    if simulate is not None:
+        require_count("simulate", simulate)
     return verify_all(
         case.name, requests, settings, nproc=nproc, device=device, limit_s=limit_s, on_event=on_event
     )
@@ -116,7 +131,7 @@ def verify_all(
     requests: Sequence[Request],
     settings: Settings,
     *,
-    nproc: int,
+    nproc: int | None,
     device: str | None = None,
     limit_s: float = RUN_LIMIT_S,
     on_event: Progress | None = None,
@@ -127,23 +142,40 @@ def verify_all(
         title: the title of the verdict.
         requests: what to verify.
         settings: the settings for all trials.
-        nproc: the number of ranks to start; under torchrun, its ranks are used.
+        nproc: the number of ranks to start; under torchrun, its ranks are used. None for simulated ranks
+            only.
         device: as for `verify`.
         limit_s: limit of the whole run, in seconds.
         on_event: as for `verify`.
 
     Returns:
         The verdict, with every requested trial.
+
+    Raises:
+        UsageError: ranks are to be simulated under torchrun.
     """
     if under_torchrun():
+        if settings.simulate:
+            raise UsageError(
+                "simulate: expected one process, which is each rank in turn, got torchrun's; start it "
+                "without torchrun"
+            )
         with (
             joined(on_event=on_event or (lambda _: None), timeout_s=_waits_s(settings)) as ranks,
             ranks.limited(limit_s, f"verifying {title}"),
         ):
             return _verdict(title, ranks.size, run_trials(ranks, requests, settings), hardware(ranks.device))
-    attempts = Attempts(requests, settings, on_event or (lambda _: None))
-    trials = attempts.run(nproc, limit_s, device)
-    return _verdict(title, nproc, trials, attempts.device)
+    trials: tuple[Trial, ...] = ()
+    computed_on = ""
+    if nproc is not None:
+        attempts = Attempts(requests, replace(settings, simulate=0), on_event or (lambda _: None))
+        trials += attempts.run(nproc, limit_s, device)
+        computed_on = attempts.device
+    if settings.simulate:
+        shares = Shares(requests, settings, on_event or (lambda _: None))
+        trials += shares.run(limit_s, device)
+        computed_on = shares.device
+    return _verdict(title, nproc or settings.simulate, trials, computed_on)
 
 
 def verify_here(
@@ -177,6 +209,42 @@ def verify_here(
     with generators_kept(), joined(timeout_s=_waits_s(settings)) as ranks:
         checked(requests, settings, ranks.size)
         return _verdict(case.name, ranks.size, run_trials(ranks, requests, settings), hardware(ranks.device))
+
+
+def verify_simulated(
+    case: Case,
+    size: int,
+    *,
+    mode: str | Engine | None = None,
+    strategy: str = "auto",
+    backend: Any = "aot_eager",
+    options: Sequence[str] = OPTIONS_BY_DEFAULT,
+    steps: int = STEPS,
+) -> Verdict:
+    """Verify a case on ranks that this process is in turn; it must have at most a process group of its own.
+
+    Args:
+        case: the case.
+        size: the number of simulated ranks.
+        mode: as for `verify_here`.
+        strategy: as for `verify`.
+        backend: as for `verify`.
+        options: as for `verify`.
+        steps: as for `verify`.
+
+    Returns:
+        The verdict. Afterwards this process has no process group.
+
+    Raises:
+        UsageError: an argument cannot be used.
+    """
+    requests = [Request(case, name, (mode or mode_of(strategy),)) for name in options]
+    settings = Settings(backend, steps, simulate=size)
+    checked(requests, settings, 1)
+    require_count("simulate", size)
+    with generators_kept(), joined(timeout_s=_waits_s(settings)) as ranks:
+        trials = run_trials(ranks, requests, settings)
+        return _verdict(case.name, size, trials, hardware(ranks.device))
 
 
 def verify_and_locate(
@@ -215,12 +283,12 @@ def verify_and_locate(
 
 
 def to_locate(verdict: Verdict) -> Trial | None:
-    """The first trial that is wrong, or, if none is, the first that crashed its ranks."""
+    """The first trial on real ranks that is wrong, or, if none is, the first that crashed them."""
     candidates = (
         trial
         for status in (Status.WRONG, Status.BROKEN)
         for trial in verdict.trials
-        if trial.status is status and not trial.reason.startswith("not tried")
+        if trial.status is status and not trial.reason.startswith("not tried") and not trial.simulated
     )
     return next(candidates, None)
 
@@ -285,8 +353,17 @@ def checked(requests: Sequence[Request], settings: Settings, nproc: int) -> None
                 f"engine: expected a name of its own for each, got {twice[0]!r} twice; give one to each, as "
                 "in Engine('mine', prepare=prepare)"
             )
-    for what, number in (("nproc", nproc), ("steps", settings.steps)):
-        if number < 1:
-            raise UsageError(f"{what}: expected a positive number, got {number!r}")
+    require_count("nproc", nproc)
+    require_count("steps", settings.steps)
     if not settings.trial_limit_s > 0:
         raise UsageError(f"trial_limit_s: expected a positive number, got {settings.trial_limit_s!r}")
+
+
+def require_count(what: str, number: int) -> None:
+    """Check that a number of ranks or steps is one.
+
+    Raises:
+        UsageError: it is not positive.
+    """
+    if number < 1:
+        raise UsageError(f"{what}: expected a positive number, got {number!r}")

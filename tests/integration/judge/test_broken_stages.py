@@ -28,7 +28,7 @@ exec(compile("def fails(*_, **__): raise KeyError('this stage is broken')", FILE
 PLACES = {
     "engine": "ddpopt.judge.engines.engine.Engine.gradients",
     "engine's state": "ddpopt.judge.engines.engine.Engine.state",
-    "trainer": "ddpopt.judge.training.train._one_step",
+    "trainer": "ddpopt.judge.training.train.record_training_step",
     "evaluation": "ddpopt.judge.training.train.evaluate",
     "sight": "ddpopt.judge.training.visible.Sight.after_step",
     "record": "ddpopt.judge.training.train.RecordedStep",

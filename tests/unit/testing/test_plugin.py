@@ -75,7 +75,7 @@ def test_the_fixture_without_the_marker_is_an_error_that_says_what_to_write(suit
 
 
 A_NUMBER = "expected world_size(n) with one positive int, got args"
-CHOICES = "expected world_size(n, backend='gloo' or 'nccl', timeout=seconds above 0), got"
+CHOICES = "expected world_size(n, backend='gloo' or 'nccl', timeout=seconds above 0, simulate=True), got"
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,12 @@ from ddpopt.cases.case import Case
 from ddpopt.cases.matrix import CASES
 from ddpopt.judge.engines.modes import mode
 from ddpopt.judge.rules.bench import Bench, Subject
+from ddpopt.judge.rules.outcome import NO_GRADIENTS
 from ddpopt.judge.rules.reference import Reference
 from ddpopt.judge.training.moments import EXTRAS
 from ddpopt.judge.training.options import option
 from ddpopt.judge.trials import on_rank as trials
-from ddpopt.judge.trials.judge import NO_GRADIENTS, judge
+from ddpopt.judge.trials.judge import judge
 from ddpopt.judge.trials.on_rank import Request, Settings, run_trials
 from ddpopt.judge.verdict import Status
 from ddpopt.ranks.group import Ranks

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from ddpopt.judge.rules.outcome import JUDGE_FAILED
 from ddpopt.judge.trials import attempts
 from ddpopt.judge.trials.attempts import Attempts
-from ddpopt.judge.trials.judge import JUDGE_FAILED
 from ddpopt.judge.trials.on_rank import Ended, Request, Settings, Started
 from ddpopt.judge.verdict import Status, Trial
 from ddpopt.ranks.failures import RankFailure, RanksFailed

@@ -1,0 +1,52 @@
+"""How a trial ends: which backends are compared bit for bit, and which status a finished run has.
+
+Invariant: a run is ok only if something was judged, and all that should have been judged was.
+"""
+
+from collections.abc import Sequence
+from typing import Any, get_args
+
+from ddpopt.judge.compare import dense
+from ddpopt.judge.engines.engine import Engine, Gives
+from ddpopt.judge.training.record import Record
+from ddpopt.judge.training.trainer import Option
+from ddpopt.judge.verdict import Finding, Status
+
+EXACT = ("eager", "aot_eager")
+"""Backends that run the operations of eager, in its order."""
+
+GIVES = get_args(Gives)
+"""In ascending order: each offers more than the one before."""
+JUDGE_FAILED = "the judge itself failed, so nothing was learned; please report this"
+NO_GRADIENTS = (
+    "nothing was judged: in eager DDP, no parameter gets a finite gradient. Make sure that a parameter is "
+    "trained, and look for the source of NaN or infinity"
+)
+
+
+def has_option(mode: Engine, option: Option) -> bool:
+    """Whether a mode offers what an option needs."""
+    return GIVES.index(option.needs) <= GIVES.index(mode.gives)
+
+
+def is_exact(mode: Engine, option: Option, backend: Any) -> bool:
+    """Whether a mode computes what eager computes bit for bit, by default."""
+    runs_as_eager = backend is None or (backend in EXACT and option.computes is None)
+    return mode.exact and runs_as_eager
+
+
+def ended(found: Sequence[Finding], judged_any: bool, unjudged: Sequence[str]) -> dict[str, Any]:
+    """The status of a trial whose run was compared, and the reason."""
+    if found:
+        return {"status": Status.WRONG}
+    if not judged_any:
+        return {"status": Status.NOT_POSSIBLE, "reason": NO_GRADIENTS}
+    if unjudged:
+        return {"status": Status.BROKEN, "reason": f"not judged in full: {'; '.join(unjudged)}"}
+    return {"status": Status.OK}
+
+
+def has_gradients(eager: Record) -> bool:
+    """Whether there is a gradient with a number in it."""
+    gradients = (gradient for step in eager.steps for gradient in step.gradients.values())
+    return any(bool(dense(gradient).isfinite().any()) for gradient in gradients if gradient is not None)

@@ -1,0 +1,156 @@
+"""What is wrong with the program itself on many ranks, before any mode is judged.
+
+Ranks that build another model, that fail while their peers go on, or that send something else would hang or
+mix up their data in eager DDP, too. Invariant: each finding names the ranks, the first difference, and what
+causes it as far as that was seen.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+from torch.distributed.distributed_c10d import _world
+
+from ddpopt.cases.case import Case
+from ddpopt.errors import numbered
+from ddpopt.judge.rules.failing import Failure, failure_of
+from ddpopt.judge.simulation.causes import Line, branch, unlike_inputs
+from ddpopt.judge.simulation.sequences import Parting
+from ddpopt.judge.simulation.world import World
+from ddpopt.judge.verdict import Finding
+
+ALIKE = "the same collectives on every rank, in the same order"
+SAME_MODEL = "the same parameters and buffers on every rank"
+NONE_LEAVES = "no rank fails or ends while the others go on"
+SHOWN_NAMES = 4
+
+
+def members() -> dict[str, list[int]]:
+    """The ranks of each process group that does not have all, by its name."""
+    groups = {str(group.group_name): [*ranks] for group, ranks in _world.pg_group_ranks.items()}
+    largest = max(map(len, groups.values()), default=0)
+    return {name: ranks for name, ranks in groups.items() if len(ranks) < largest}
+
+
+def unlike_models(case: Case, world: World) -> list[Finding]:
+    """Ranks whose model has other parameters, where making it reads the rank."""
+    reads = world.reads
+    first = _specs(case.model())
+    if world.reads == reads:
+        return []
+    unlike: dict[str, list[int]] = {}
+    for rank in range(1, world.size):
+        world.is_rank(rank)
+        own = _specs(case.model())
+        different = [name for name in first | own if first.get(name) != own.get(name)]
+        if different:
+            name = different[0]
+            text = f"{name} is {own.get(name, 'missing')}, on rank 0 {first.get(name, 'missing')}"
+            unlike.setdefault(text, []).append(rank)
+    world.is_rank(0)
+    return [
+        Finding("L3", SAME_MODEL, f"{numbered('rank', ranks)}: {text}", rank=ranks[0], ranks=tuple(ranks))
+        for text, ranks in unlike.items()
+    ]
+
+
+def _specs(model: nn.Module) -> dict[str, str]:
+    found = {
+        name: f"{parameter.dtype} {tuple(parameter.shape)}{'' if parameter.requires_grad else ', frozen'}"
+        for name, parameter in model.named_parameters()
+    }
+    return found | {name: f"{buffer.dtype} {tuple(buffer.shape)}" for name, buffer in model.named_buffers()}
+
+
+@dataclass
+class Failures:
+    """The ranks that failed in one step.
+
+    Attributes:
+        size: the number of all ranks.
+        of_ranks: how each failed, by rank.
+    """
+
+    size: int
+    of_ranks: dict[int, Failure] = field(default_factory=dict)
+
+    def add(self, rank: int, error: Exception) -> None:
+        """Add the exception of a rank."""
+        self.of_ranks[rank] = failure_of(rank, error)
+
+    @property
+    def are_of_all(self) -> bool:
+        """Whether every rank failed."""
+        return len(self.of_ranks) == self.size
+
+    def findings(self, step: int) -> list[Finding]:
+        """What is wrong where only some ranks failed."""
+        ranks: dict[str, list[int]] = {}
+        for rank, failure in self.of_ranks.items():
+            ranks.setdefault(failure.text, []).append(rank)
+        others = self.size - len(self.of_ranks)
+        return [
+            Finding(
+                "L3",
+                NONE_LEAVES,
+                f"step {step}: {numbered('rank', of)} would fail while {others} others wait: {text}",
+                rank=of[0],
+                ranks=tuple(of),
+                step=step,
+            )
+            for text, of in ranks.items()
+        ]
+
+
+@dataclass(frozen=True)
+class Why:
+    """Says why two ranks take different ways.
+
+    Attributes:
+        world: the ranks.
+        case: the case, for their inputs.
+        lines: the lines of the program that a rank runs in a step.
+    """
+
+    world: World
+    case: Case
+    lines: Callable[[int, int], Sequence[Line]]
+
+    def branch(self, rank: int, peer: int, step: int) -> list[str]:
+        """The line after which two ranks run different lines; none if they run the same."""
+        line = branch(self.lines(rank, step), self.lines(peer, step))
+        return [f"after {line}, rank {rank} runs other lines than rank {peer}"] if line else []
+
+    def inputs(self, rank: int, peer: int, step: int) -> str:
+        """How the inputs of two ranks differ."""
+        calls = []
+        for each in (rank, peer):
+            self.world.is_rank(each)
+            calls.append(self.case.inputs(each, step))
+        self.world.is_rank(0)
+        return f"rank {rank} has {unlike_inputs(*calls)}"
+
+
+def finding_of(
+    parting: Parting, step: int, *, mode: str, unused: Mapping[int, Sequence[str]], why: Why
+) -> Finding:
+    """The finding for ranks that would send something else.
+
+    Args:
+        parting: the difference.
+        step: index of the step.
+        mode: the mode in which it was seen.
+        unused: by rank, the parameters that got no gradient.
+        why: says why two ranks take different ways.
+    """
+    one, peer = parting.ranks[0], parting.peers[0]
+    causes = why.branch(one, peer, step)
+    for rank, other in ((one, peer), (peer, one)):
+        missing = [name for name in unused.get(rank, ()) if name not in unused.get(other, ())]
+        if missing:
+            more = f" and {len(missing) - SHOWN_NAMES} more" if len(missing) > SHOWN_NAMES else ""
+            causes.append(f"rank {rank} has no gradient for {', '.join(missing[:SHOWN_NAMES])}{more}")
+    causes.append(why.inputs(one, peer, step))
+    where = "" if mode == "eager" else f"in {mode}, not in eager DDP: "
+    message = f"step {step}: {where}{parting}; {'; '.join(causes)}"
+    return Finding("L3", ALIKE, message, rank=one, ranks=parting.ranks, step=step)

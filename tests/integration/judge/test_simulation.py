@@ -1,0 +1,172 @@
+"""ddpopt.judge.simulation: what would hang or differ on many ranks is found; the rest is right."""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ddpopt.cases import corpus
+from ddpopt.judge.engines.modes import mode
+from ddpopt.judge.rules.bench import Subject
+from ddpopt.judge.simulation.simulate import simulate
+from ddpopt.judge.training.options import OPTIONS, option
+from ddpopt.judge.verdict import Status, Trial
+from ddpopt.ranks.environment import RANK_VARIABLES
+from tests.selftest import backend_cells
+from tests.selftest.backend_cells import DamagedBackend
+from tests.selftest.cells import CASE, Cell, cells, engine_of, restore
+from tests.support.simulated_programs import ODD_ONE, case_of
+
+RANKS = 8
+FEW = 3
+GROWS = "memory"
+"""What grows with the steps is not simulated, and the notes say so."""
+UNUSED = {"find_unused_parameters": True}
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _state_restored() -> Iterator[None]:
+    """A simulation leaves no group, no rank, and no kernel of its own."""
+    before = {name: os.environ.get(name) for name in RANK_VARIABLES}
+    yield
+    assert not dist.is_initialized()
+    assert {name: os.environ.get(name) for name in RANK_VARIABLES} == before
+    c10d: Any = dist
+    dist.init_process_group("gloo", store=c10d.HashStore(), rank=0, world_size=1)
+    try:
+        total = torch.ones(3)
+        works = [dist.all_reduce(total, async_op=True)]
+        assert works[0] is not None
+        works[0].wait()
+        assert (dist.get_rank(), total.tolist()) == (0, [1.0, 1.0, 1.0])
+    finally:
+        dist.destroy_process_group()
+
+
+def simulated(kind: str, name: str = "ddpopt-inline", ranks: int = RANKS, **ddp_kwargs: Any) -> Trial:
+    return simulate(
+        Subject(case_of(kind, **ddp_kwargs), option("default"), 3, CPU), mode(name), "aot_eager", ranks
+    )
+
+
+WRONG: dict[str, tuple[str, ...]] = {
+    "a branch on the rank": (
+        "step 0: rank 5 would send",
+        "simulated_programs.py",
+        "rank() == ODD_ONE",
+        "no gradient for second.weight",
+    ),
+    "an average on rank 0": ("step 0: rank 0 would send", "ranks 1-7", "rank() == 0"),
+    "a failing rank": ("step 0: rank 5 would fail while 7 others wait: ValueError: a bad sample",),
+    "fewer batches": ("step 2: rank 5 would fail while 7 others wait: StopIteration",),
+    "another model": ("rank 5: last.weight is torch.float32 (24, 16), on rank 0 torch.float32 (16, 16)",),
+    "another size": ("step 1: rank 5 would compile", "input 0 is torch.float32 (5, 16)"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_rank_that_would_keep_others_waiting_is_named_with_the_cause(kind: str) -> None:
+    trial = simulated(kind)
+    assert trial.status is Status.WRONG, trial.reason
+    assert {finding.level for finding in trial.findings} == {"L3"}
+    message = "; ".join(finding.message for finding in trial.findings)
+    assert [words for words in WRONG[kind] if words not in message] == []
+
+
+def test_a_branch_on_data_is_found_where_only_some_ranks_take_it() -> None:
+    trial = simulated("a branch on data", ranks=12)
+    (finding,) = trial.findings
+    assert finding.ranks == (9,)
+    assert "x[0, 0] > 1.5" in finding.message
+
+
+RIGHT = ("nothing", "an average on all ranks", "a constant of the rank", "a counter", "sizes of ranks")
+
+
+@pytest.mark.parametrize("name", ["ddpopt-inline", "ddpopt-split", "ddpopt-step"])
+@pytest.mark.parametrize("kind", RIGHT)
+def test_a_program_that_is_right_on_all_ranks_is_right(kind: str, name: str) -> None:
+    if name == "ddpopt-step" and kind in ("a counter", "a constant of the rank"):
+        pytest.skip("a step refuses attributes that change, and has the rank as a constant of its graph")
+    trial = simulated(kind, name, FEW)
+    assert (trial.status, trial.findings, trial.unjudged) == (Status.OK, (), ())
+
+
+def test_ranks_may_use_different_parameters_where_ddp_looks_for_them() -> None:
+    assert simulated("a branch on the rank", "ddpopt-split", ODD_ONE + 1, **UNUSED).status is Status.OK
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("an average that matters", "values that other ranks send"),
+        ("a counter outside", "takes its step again"),
+    ],
+)
+def test_what_a_simulation_cannot_know_is_not_called_right(kind: str, reason: str) -> None:
+    trial = simulated(kind, ranks=FEW)
+    assert (trial.status, trial.findings) == (Status.BROKEN, ())
+    assert reason in trial.reason
+
+
+def test_sharded_modes_and_options_that_need_other_ranks_are_refused() -> None:
+    assert simulated("nothing", "fully_shard").status is Status.REFUSED
+    needs = [each.name for each in OPTIONS if not each.local]
+    assert "sync_batchnorm" in needs
+    trial = simulate(Subject(corpus.case("gpt"), option("join"), 3, CPU), mode("eager"), None, 2)
+    assert (trial.status, trial.simulated) == (Status.REFUSED, 2)
+
+
+@pytest.mark.parametrize("each", ["output, forward, zero"])
+def test_a_damaged_backend_is_found(each: str) -> None:
+    chosen = [cell for cell in backend_cells.cells() if str(cell) == each]
+    assert missed_backends(chosen) == []
+
+
+def missed_backends(chosen: list[Cell]) -> list[str]:
+    subject = Subject(backend_cells.CASE, option("default"), 3, CPU)
+    found = []
+    for cell in chosen:
+        trial = simulate(subject, mode("whole"), DamagedBackend(cell), 2)
+        restore()
+        if trial.status is not Status.WRONG:
+            found.append(f"{cell}: {trial.status} {trial.reason}")
+    return found
+
+
+def missed_engines(chosen: list[Cell]) -> list[str]:
+    subject = Subject(CASE, option("default"), 3, CPU)
+    directory = os.getcwd()
+    found = []
+    for cell in chosen:
+        trial = simulate(subject, engine_of(cell), None, 2)
+        restore()
+        os.chdir(directory)
+        if trial.status is not Status.WRONG:
+            found.append(f"{cell}: {trial.status} {trial.reason}")
+    return found
+
+
+def test_damaged_engines_are_found_by_two_simulated_ranks_as_by_two_real_ones() -> None:
+    chosen = [cell for cell in cells() if not str(cell).startswith(GROWS)]
+    assert missed_engines(chosen[::37]) == []
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+def test_each_damaged_engine_is_found() -> None:
+    assert missed_engines([cell for cell in cells() if not str(cell).startswith(GROWS)]) == []
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+def test_each_damaged_backend_is_found() -> None:
+    assert missed_backends([*backend_cells.cells()]) == []
+
+
+def test_the_odd_rank_is_one_of_those_that_are_simulated() -> None:
+    assert ODD_ONE < RANKS

@@ -1,0 +1,82 @@
+"""Programs that hang, or differ, on many ranks only, and right ones that look like them.
+
+Each is a case of a small model whose `kind` says what it does. Invariant: without its kind's branch, a
+program is right on any number of ranks.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ddpopt.cases.case import Call, Case
+
+ODD_ONE = 5
+"""The rank that differs."""
+CAPS = {"bucket_cap_mb": 0.001}
+
+
+class Net(nn.Module):
+    """Three layers, of which a kind of program leaves one out, or sends something besides."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 16)
+        self.second = nn.Linear(16, 16)
+        self.last = nn.Linear(16, 24 if kind == "another model" and rank() == ODD_ONE else 16)
+        self.kind = kind
+        self.calls = 0
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) / 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).relu()
+        if self.kind == "a branch on the rank" and rank() == ODD_ONE:
+            return self.last(hidden)  # type: ignore[no-any-return]
+        if self.kind == "a branch on data" and x[0, 0] > 1.5:
+            return self.last(hidden)  # type: ignore[no-any-return]
+        if self.kind == "a failing rank" and rank() == ODD_ONE:
+            raise ValueError("a bad sample")
+        hidden = self.second(hidden)
+        if self.kind == "an average on rank 0" and rank() == 0:
+            dist.all_reduce(hidden.detach().mean())
+        if self.kind == "an average on all ranks":
+            dist.all_reduce(hidden.detach().mean())
+        if self.kind == "an average that matters":
+            average = hidden.detach().mean()
+            dist.all_reduce(average)
+            hidden = hidden * average
+        if self.kind == "a constant of the rank":
+            hidden = hidden * (1 + rank())
+        if self.kind == "a counter":
+            self.calls += 1
+            hidden = hidden * self.calls
+        if self.kind == "a counter outside":
+            COUNTER.append(0)
+            hidden = hidden * len(COUNTER)
+        return self.last(hidden)  # type: ignore[no-any-return]
+
+
+COUNTER: list[int] = []
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def inputs(rank: int, step: int, kind: str = "") -> Call:
+    generator = torch.Generator().manual_seed(100 * rank + step)
+    if kind == "fewer batches" and (rank, step) == (ODD_ONE, 2):
+        raise StopIteration
+    more = kind == "another size" and (rank, step) == (ODD_ONE, 1)
+    sizes = 4 + rank if kind == "sizes of ranks" else 4 + more
+    return (torch.randn(sizes, 16, generator=generator),), {}
+
+
+def case_of(kind: str, **ddp_kwargs: Any) -> Case:
+    """A program of a kind, with more of DDP's arguments."""
+    return Case(kind, partial(Net, kind), partial(inputs, kind=kind), "", ddp_kwargs={**CAPS, **ddp_kwargs})
