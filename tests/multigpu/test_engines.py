@@ -205,7 +205,7 @@ def test_options_with_an_optimizer_need_an_engine_that_takes_one() -> None:
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize(
     "reported",
-    [pytest.param(each, marks=pytest.mark.nightly if at % 7 else ()) for at, each in enumerate(REPORTED)],
+    [pytest.param(each, marks=pytest.mark.nightly if at % 14 else ()) for at, each in enumerate(REPORTED)],
     ids=lambda reported: reported.report,
 )
 def test_each_published_bug_of_an_engine_is_found(reported: Reported) -> None:

@@ -507,6 +507,7 @@ class Residual(nn.Sequential):
         return x + super().forward(x)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
+@pytest.mark.nightly
 def test_each_bucket_leaves_before_the_next_layer_is_computed_in_inductors_code(ranks: Ranks) -> None:
     net = nn.Sequential(*(Residual(nn.LayerNorm(64), nn.Linear(64, 64)) for _ in range(4)))
     model = DDP(net, bucket_cap_mb=sum(p.nbytes for p in net[0].parameters()) / 2**20)
@@ -525,6 +526,7 @@ class Attention(nn.Linear):
         return nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.1)
 
 
+@pytest.mark.nightly
 def test_inductors_code_computes_what_eager_does_with_dropout(ranks: Ranks) -> None:
     runs = []
     for decorate in (lambda step: step, ddpopt.train_step):

@@ -117,7 +117,8 @@ def test_a_module_whose_parameters_torch_has_replaced_is_refused(ranks: Ranks) -
     )
 
 
-@pytest.mark.parametrize("strategy", ["ddpopt-inline", pytest.param("ddpopt-split", marks=BY_NIGHT)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("strategy", ["ddpopt-inline", "ddpopt-split"])
 def test_the_judge_lays_a_mesh_and_knows_right_from_wrong_on_it(strategy: str) -> None:
     settings = Settings("aot_eager", mesh=(2, 2))
     with joined() as ranks:

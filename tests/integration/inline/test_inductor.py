@@ -126,6 +126,7 @@ def assert_trained_as_eager(names: tuple[str, ...], hook: Any = None) -> Nets:
     return nets
 
 
+@pytest.mark.nightly
 def test_memory_is_used_directly_where_code_is_done_with_it(received: dict[int, tuple[int, int]]) -> None:
     nets = assert_trained_as_eager(tuple(PROGRAMS))
     for net, (name, (_, expected)) in zip(nets, PROGRAMS.items(), strict=True):
@@ -138,7 +139,7 @@ def sending(_: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     return completed(bucket.buffer())
 
 
-@pytest.mark.parametrize("with_hook", [True, False])
+@pytest.mark.parametrize("with_hook", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_a_parameter_that_is_read_later_waits_only_where_it_may_change(
     with_hook: bool, received: dict[int, tuple[int, int]], monkeypatch: Any
 ) -> None:
@@ -193,7 +194,11 @@ class Layers(nn.Module):
         return x * self.table(torch.tensor([0, 1, 1, 2]))  # type: ignore[no-any-return]  # of torch
 
 
-@pytest.mark.parametrize("sparse", [True, False], ids=["sparse", "views of buckets"])
+@pytest.mark.parametrize(
+    "sparse",
+    [pytest.param(True, marks=pytest.mark.nightly), False],
+    ids=["sparse", "views of buckets"],
+)
 def test_gradients_that_go_together_accumulate_and_are_reduced_as_eagers(sparse: bool) -> None:
     options: Any = {"bucket_cap_mb": 8 * 9 * 4 / 2**20, "gradient_as_bucket_view": not sparse}
     compiled_ddp, eager = (DistributedDataParallel(Layers(sparse), **options) for _ in range(2))

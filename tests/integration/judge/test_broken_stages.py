@@ -94,6 +94,7 @@ def test_a_stage_that_fails_is_never_taken_for_a_judgement(stage: str, folder: P
         assert trial["status"] in (Status.WRONG, Status.BROKEN)
 
 
+@pytest.mark.nightly
 def test_a_target_without_a_broken_stage_is_right(folder: Path) -> None:
     words = ("verify", "staged:make", "--no-locate", "--backend", "eager")
     assert python("-m", "ddpopt", *words, folder=folder, STAGE="").returncode == 0

@@ -232,7 +232,10 @@ def be_killed() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.parametrize(("die", "name"), [(crash_in_native_code, "SIGSEGV"), (be_killed, "SIGKILL")])
+@pytest.mark.parametrize(
+    ("die", "name"),
+    [pytest.param(crash_in_native_code, "SIGSEGV", marks=pytest.mark.nightly), (be_killed, "SIGKILL")],
+)
 def test_a_rank_that_a_signal_ends_is_reported_with_what_it_had_said_and_the_call_that_it_was_in(
     die: Callable[[], None], name: str
 ) -> None:
@@ -312,6 +315,7 @@ def test_a_rank_that_stalls_ends_at_its_limit_and_its_peer_shows_where_it_waits(
     assert "in barrier" in waiting.stack
 
 
+@pytest.mark.nightly
 def test_a_stopped_process_cannot_keep_a_run_from_ending_at_its_limit() -> None:
     def task(ranks: Ranks) -> None:
         if ranks.rank == 1:
