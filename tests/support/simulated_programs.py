@@ -28,6 +28,11 @@ class Net(nn.Module):
         self.last = nn.Linear(16, 24 if kind == "another model" and rank() == ODD_ONE else 16)
         self.kind = kind
         self.calls = 0
+        self.writes_log = kind == "an attribute of rank 0" and rank() == 0
+        if kind == "a hook on rank 0" and rank() == 0:
+            self.first.register_forward_hook(averaged)
+        if kind == "a log on rank 0" and rank() == 0:
+            self.first.register_forward_hook(ignored)
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for parameter in self.parameters():
@@ -42,7 +47,7 @@ class Net(nn.Module):
         if self.kind == "a failing rank" and rank() == ODD_ONE:
             raise ValueError("a bad sample")
         hidden = self.second(hidden)
-        if self.kind == "an average on rank 0" and rank() == 0:
+        if self.writes_log or (self.kind == "an average on rank 0" and rank() == 0):
             dist.all_reduce(hidden.detach().mean())
         if self.kind == "an average on all ranks":
             dist.all_reduce(hidden.detach().mean())
@@ -62,6 +67,14 @@ class Net(nn.Module):
 
 
 COUNTER: list[int] = []
+
+
+def averaged(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
+    dist.all_reduce(output.detach().mean())
+
+
+def ignored(*_: Any) -> None:
+    """A hook that sends nothing."""
 
 
 def rank() -> int:

@@ -36,6 +36,7 @@ from ddpopt.judge.training.visible import SETTINGS
 from ddpopt.judge.verdict import SeenBucket, Status
 
 EAGER = "eager"
+MADE_OTHERWISE = "ranks make models that differ, so that one model cannot be each of them"
 NOT_MEANT = "timing, and memory that grows with the steps, are not simulated"
 NOT_FOLLOWED_UP = "evaluation and extra steps were simulated {whose}"
 COMPILED_AGAIN = "compiled again for each rank, as the code of another rank does not compute the same"
@@ -96,11 +97,12 @@ class Lockstep:
         self.graphs = 0
         self.buckets: tuple[SeenBucket, ...] = ()
         self.settings = ""
+        self.made_otherwise = ""
         self.judged_any = False
 
     def judged(self) -> dict[str, Any]:
         """Take all steps, and return the fields of the trial."""
-        said = unlike_models(self.subject.adapted, self.world)
+        said, self.made_otherwise = unlike_models(self.subject.adapted, self.world)
         if said:
             return {"status": Status.WRONG, "findings": tuple(said), "levels": ("L3",)}
         try:
@@ -136,7 +138,10 @@ class Lockstep:
         self.numbers = Numbers(
             self.subject, self.mode, exact=self.is_exact, models=self.models, size=self.world.size
         )
-        self._compare_first_steps()
+        if self.made_otherwise:
+            self.models.make_for_each()
+        else:
+            self._compare_first_steps()
         start = before = self.models.start
         for index in range(self.subject.steps):
             before = start
@@ -196,6 +201,8 @@ class Lockstep:
     def _in_eager(self, step: StepOfRanks, rank: int) -> Taken | None:
         """Let a rank take the step in eager; None if there is nothing to compare a mode with."""
         models = self.models
+        if self.made_otherwise:
+            models.renew_eager(rank)
         try:
             eager = models.eager.step(rank, step.index, models.eager.begins(rank, step.start))
         except Exception as error:
@@ -211,7 +218,7 @@ class Lockstep:
             step.incomplete.append(rank)
         if step.incomplete or not models.settles:
             models.renew_eager()
-        if step.incomplete or step.failures.of_ranks or not step.eager.are_equal:
+        if self.made_otherwise or step.incomplete or step.failures.of_ranks or not step.eager.are_equal:
             return None
         _add(step.total, gradients)
         return eager
@@ -286,6 +293,7 @@ class Lockstep:
         if failures.are_of_all:
             raise eager_failed(failures.of_ranks[0])
 
+        otherwise = f"{MADE_OTHERWISE}: {self.made_otherwise}" if self.made_otherwise else ""
         said = failures.findings(step.index)
         why = self._why(step.start)
         for parting in () if said else sends.partings():
@@ -300,11 +308,14 @@ class Lockstep:
         ):
             raise EndedEarlyError(status=Status.REFUSED, reason=said[0].message)
         if said:
-            raise EndedEarlyError(status=Status.WRONG, findings=tuple(said), levels=("L3",))
+            notes = (otherwise,) if otherwise else ()
+            raise EndedEarlyError(status=Status.WRONG, findings=tuple(said), notes=notes, levels=("L3",))
+        if otherwise:
+            raise EndedEarlyError(status=Status.BROKEN, reason=otherwise, levels=("L3",))
 
     def _why(self, start: Named) -> Why:
         def lines(rank: int, index: int) -> list[Line]:
-            eager = self.models.make_eager()
+            eager = self.models.make_eager(rank=rank)
             found = eager.lines(rank, index, start)
             eager.close()
             return found

@@ -41,6 +41,7 @@ class Models:
         self._sends = sends
         self._got: SharedModel | None = None
         self._rank_of_code = 0
+        self._maker = 0
         self.settles = True
         self.compiles_for_each = False
         self.eager = self.make_eager()
@@ -48,11 +49,15 @@ class Models:
 
     def _shared_model(self, case: Case, mode: Engine, backend: Any) -> SharedModel:
         course = Course(case, self._subject.option, backend, self._subject.steps)
-        return SharedModel(course, mode, self._world, self._sends, self._subject.device)
+        self._world.is_rank(self._maker)
+        made = SharedModel(course, mode, self._world, self._sends, self._subject.device)
+        self._world.is_rank(0)
+        return made
 
-    def make_eager(self, case: Case | None = None) -> SharedModel:
-        """Make a model in eager DDP, by default of the subject's case."""
+    def make_eager(self, case: Case | None = None, rank: int = 0) -> SharedModel:
+        """Make a model in eager DDP, by default of the subject's case, as a rank."""
         case = case or self._subject.adapted
+        self._maker = rank
         made = self._shared_model(case, mode_named("eager"), None)
         if self.settles and not made.settle(made.start):
             self.settles = False
@@ -60,10 +65,14 @@ class Models:
             made = self._shared_model(case, mode_named("eager"), None)
         return made
 
-    def renew_eager(self) -> None:
-        """Replace eager's model, whose reducer waits for gradients that never come."""
+    def make_for_each(self) -> None:
+        """From now on each rank gets a model that was made as that rank."""
+        self.settles = False
+
+    def renew_eager(self, rank: int = 0) -> None:
+        """Replace eager's model, whose reducer waits for gradients that never come; make it as a rank."""
         kept = self.eager
-        self.eager = self.make_eager()
+        self.eager = self.make_eager(rank=rank)
         self.eager.remember(kept)
         kept.close()
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 from torch.distributed.distributed_c10d import _world
+from torch.utils._pytree import tree_leaves
 
 from ddpopt.cases.case import Case
 from ddpopt.errors import numbered
@@ -17,6 +18,8 @@ from ddpopt.judge.rules.failing import Failure, failure_of
 from ddpopt.judge.simulation.causes import Line, branch, unlike_inputs
 from ddpopt.judge.simulation.sequences import Parting
 from ddpopt.judge.simulation.world import World
+from ddpopt.judge.training.makeup import makeup
+from ddpopt.judge.training.values import PLAIN
 from ddpopt.judge.verdict import Finding
 
 ALIKE = "the same collectives on every rank, in the same order"
@@ -32,26 +35,41 @@ def members() -> dict[str, list[int]]:
     return {name: ranks for name, ranks in groups.items() if len(ranks) < largest}
 
 
-def unlike_models(case: Case, world: World) -> list[Finding]:
-    """Ranks whose model has other parameters, where making it reads the rank."""
-    reads = world.reads
-    first = _specs(case.model())
-    if world.reads == reads:
-        return []
+def unlike_models(case: Case, world: World) -> tuple[list[Finding], str]:
+    """Ranks whose model differs, where making it reads the rank.
+
+    Returns:
+        A finding for each way to have other parameters or buffers; and, where models differ only in hooks or
+        attributes, which ranks have others.
+    """
+    with world.noting_reads() as reads:
+        first = case.model()
+    if not reads:
+        return [], ""
+    specs, makeup = _specs(first), _makeup(first)
     unlike: dict[str, list[int]] = {}
+    otherwise: dict[str, list[int]] = {}
     for rank in range(1, world.size):
         world.is_rank(rank)
-        own = _specs(case.model())
-        different = [name for name in first | own if first.get(name) != own.get(name)]
-        if different:
-            name = different[0]
-            text = f"{name} is {own.get(name, 'missing')}, on rank 0 {first.get(name, 'missing')}"
+        model = case.model()
+        if text := _first_difference(_specs(model), specs):
             unlike.setdefault(text, []).append(rank)
+        elif text := _first_difference(_makeup(model), makeup):
+            otherwise.setdefault(text, []).append(rank)
     world.is_rank(0)
-    return [
+    said = [
         Finding("L3", SAME_MODEL, f"{numbered('rank', ranks)}: {text}", rank=ranks[0], ranks=tuple(ranks))
         for text, ranks in unlike.items()
     ]
+    return said, "; ".join(f"{numbered('rank', ranks)}: {text}" for text, ranks in otherwise.items())
+
+
+def _first_difference(own: Mapping[str, str], first: Mapping[str, str]) -> str:
+    for name in {**first, **own}:
+        mine, other = own.get(name, "missing"), first.get(name, "missing")
+        if mine != other:
+            return f"{name} is {mine}, on rank 0 {other}"
+    return ""
 
 
 def _specs(model: nn.Module) -> dict[str, str]:
@@ -60,6 +78,20 @@ def _specs(model: nn.Module) -> dict[str, str]:
         for name, parameter in model.named_parameters()
     }
     return found | {name: f"{buffer.dtype} {tuple(buffer.shape)}" for name, buffer in model.named_buffers()}
+
+
+def _makeup(model: nn.Module) -> dict[str, str]:
+    """What else a model is made of: the number of its hooks, and its plain attributes."""
+    found = {}
+    for what, value in makeup(model).items():
+        is_numbered = what.startswith("hooks of")  # by torch, in the order in which hooks are made
+        found[what] = f"{len(tree_leaves(value))} in number" if is_numbered else str(value)
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, PLAIN):
+                place = f"{path}.{name}" if path else name
+                found[f"attribute {place}"] = repr(value)
+    return found
 
 
 @dataclass

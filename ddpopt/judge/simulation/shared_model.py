@@ -88,7 +88,6 @@ class SharedModel:
         sends: Sends,
         device: torch.device,
     ) -> None:
-        world.is_rank(0)
         group: Any = world.group
         self._course = course
         self._mode = mode

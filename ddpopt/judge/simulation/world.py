@@ -28,6 +28,7 @@ from ddpopt.cases.targets import is_of_user
 from ddpopt.observation.launches import Launch, launch_of
 
 FAKE = "fake"
+RANKS = ("RANK", "LOCAL_RANK")
 GROUP = "process_group"
 KEYS = ("CPU", "CUDA")
 LOADING = "targets.py"
@@ -62,14 +63,13 @@ class World:
 
     Attributes:
         rank: the one that this process is.
-        reads: how often a program asked which one.
         group: a process group of all of them, besides the default one; once there is one.
     """
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.rank = 0
-        self.reads = 0
+        self._reads: list[str] = []
         self.group: Any = None
 
     @property
@@ -83,9 +83,24 @@ class World:
         self.rank = rank
         os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
 
+    @contextlib.contextmanager
+    def noting_reads(self) -> Iterator[list[str]]:
+        """A block in which it is noted how the program asks which rank it is."""
+        self._reads = reads = []
+        of_environment: Any = type(os.environ)
+        read = of_environment.__getitem__
+
+        def get(environment: Any, name: str) -> Any:
+            if name in RANKS:
+                reads.append(name)
+            return read(environment, name)
+
+        with patch.object(of_environment, "__getitem__", get):
+            yield reads
+
     def rank_in(self, group: Any) -> int:
         """Its rank in a group, as `dist.ProcessGroup.rank` returns it; -1 if it is no member."""
-        self.reads += 1
+        self._reads.append("rank")
         members = _world.pg_group_ranks.get(group)
         return self.rank if members is None else members.get(self.rank, -1)
 
@@ -171,8 +186,10 @@ def users_line_now() -> str:
 
 def is_of_program(file: str) -> bool:
     """Whether a file is part of the case under test, and not of torch, the judge or generated code."""
+    if file.startswith("<") or is_compiled(file):
+        return False
     is_own_case = Path(file).is_relative_to(CASES) and not file.endswith(LOADING)
-    return is_own_case or (is_of_user(file) and not is_compiled(file))
+    return is_own_case or is_of_user(file)
 
 
 def is_compiled(file: str) -> bool:

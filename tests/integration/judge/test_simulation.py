@@ -61,6 +61,8 @@ WRONG: dict[str, tuple[str, ...]] = {
         "no gradient for second.weight",
     ),
     "an average on rank 0": ("step 0: rank 0 would send", "ranks 1-7", "rank() == 0"),
+    "a hook on rank 0": ("step 0: rank 0 would send", "ranks 1-7", "in averaged"),
+    "an attribute of rank 0": ("step 0: rank 0 would send", "if self.writes_log"),
     "a failing rank": ("step 0: rank 5 would fail while 7 others wait: ValueError: a bad sample",),
     "fewer batches": ("step 2: rank 5 would fail while 7 others wait: StopIteration",),
     "another model": ("rank 5: last.weight is torch.float32 (24, 16), on rank 0 torch.float32 (16, 16)",),
@@ -113,6 +115,7 @@ def test_ranks_may_use_different_parameters_where_ddp_looks_for_them() -> None:
     [
         ("an average that matters", "values that other ranks send"),
         ("a counter outside", "takes its step again"),
+        ("a log on rank 0", "ranks 1, 2: hooks of first"),
     ],
 )
 def test_what_a_simulation_cannot_know_is_not_called_right(kind: str, reason: str) -> None:
