@@ -46,7 +46,10 @@ class Net(nn.Module):
             return self.last(hidden)  # type: ignore[no-any-return]
         if self.kind == "a failing rank" and rank() == ODD_ONE:
             raise ValueError("a bad sample")
-        hidden = self.second(hidden)
+        return self.last(self.between(self.second(hidden)))  # type: ignore[no-any-return]
+
+    def between(self, hidden: Tensor) -> Tensor:
+        """What some kinds do besides."""
         if self.writes_log or (self.kind == "an average on rank 0" and rank() == 0):
             dist.all_reduce(hidden.detach().mean())
         if self.kind == "an average on all ranks":
@@ -55,6 +58,10 @@ class Net(nn.Module):
             average = hidden.detach().mean()
             dist.all_reduce(average)
             hidden = hidden * average
+        if self.kind == "a count that matters":
+            count = torch.tensor(len(hidden))
+            dist.all_reduce(count)
+            hidden = hidden * count
         if self.kind == "a constant of the rank":
             hidden = hidden * (1 + rank())
         if self.kind == "a counter":
@@ -63,7 +70,7 @@ class Net(nn.Module):
         if self.kind == "a counter outside":
             COUNTER.append(0)
             hidden = hidden * len(COUNTER)
-        return self.last(hidden)  # type: ignore[no-any-return]
+        return hidden
 
 
 COUNTER: list[int] = []

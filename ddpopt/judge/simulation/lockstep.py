@@ -151,7 +151,7 @@ class Lockstep:
             self._compile_alone(self.suspicion, start)
 
     def _compare_first_steps(self) -> None:
-        """Compare what the very first step of a run changes: later ones only find it changed."""
+        """Compare the very first steps: what they change, later ones only find changed."""
         try:
             got = self.models.got.first
         except Exception as error:
@@ -300,12 +300,8 @@ class Lockstep:
             said.append(finding_of(parting, step.index, mode=mode, unused=step.unused, why=why))
         if said and self.repeats.not_reproduced:
             raise EndedEarlyError(status=Status.BROKEN, reason=self.repeats.not_reproduced)
-        if (
-            said
-            and self.ranks_differ
-            and mode != EAGER
-            and self.models.got.trainer.parallel.whole is not None
-        ):
+        is_whole = mode != EAGER and self.models.got.trainer.parallel.whole is not None
+        if said and is_whole and self.ranks_differ:  # the ranks of such a step refuse to go on
             raise EndedEarlyError(status=Status.REFUSED, reason=said[0].message)
         if said:
             notes = (otherwise,) if otherwise else ()

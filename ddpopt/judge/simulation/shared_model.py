@@ -51,7 +51,7 @@ class Taken:
 
     Attributes:
         record: what it left, as a run of one step.
-        sent: the collectives that it would send, in order, each with the bucket that it carries.
+        sent: the collectives that it would send, in order.
         compiled: the graphs that Dynamo compiled in it.
         form: the form of its inputs.
         is_complete: whether the reducer got all its gradients; if not, it can take no further step.
@@ -80,13 +80,8 @@ class SharedModel:
         first: the records of its very first steps; empty until it has settled.
     """
 
-    def __init__(  # everything that a model is made in
-        self,
-        course: Course,
-        mode: Engine,
-        world: World,
-        sends: Sends,
-        device: torch.device,
+    def __init__(
+        self, course: Course, mode: Engine, world: World, sends: Sends, device: torch.device
     ) -> None:
         group: Any = world.group
         self._course = course

@@ -79,9 +79,11 @@ class World:
         return str(c10d.group.WORLD.group_name)
 
     def is_rank(self, rank: int) -> None:
-        """Let this process be a rank from now on."""
+        """Let this process be a rank from now on; on a GPU each rank is on a node of its own."""
         self.rank = rank
-        os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
+        os.environ["RANK"] = str(rank)
+        if not torch.cuda.is_available():
+            os.environ["LOCAL_RANK"] = str(rank)
 
     @contextlib.contextmanager
     def noting_reads(self) -> Iterator[list[str]]:
@@ -110,7 +112,7 @@ class Sends:
 
     Attributes:
         sent: what was sent so far.
-        factor: what each result is multiplied by, to see what depends on it.
+        factor: what each result is multiplied by, to see what depends on it: a whole number.
     """
 
     def __init__(self) -> None:
@@ -142,10 +144,10 @@ class Sends:
         target, *others = args
         if "output" in schema.arguments[0].name:
             _fill(target, others[0])
-        if self.factor != 1 and (where or not launch.op.startswith(SOURCES)):
+        is_of_ddp = not where
+        if self.factor != 1 and not (is_of_ddp and launch.op.startswith(SOURCES)):
             for leaf in _tensors(target):
-                if leaf.is_floating_point() or leaf.is_complex():
-                    leaf.mul_(self.factor)
+                _multiply(leaf, self.factor, numbers_only=is_of_ddp)
         if not schema.returns:
             return None
         future = torch.futures.Future[Any]()
@@ -157,6 +159,16 @@ class Sends:
 
 def _tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _multiply(result: Tensor, factor: float, *, numbers_only: bool) -> None:
+    """Change a result; DDP's own integers, such as its map of used parameters, stay as they are."""
+    if result.is_floating_point() or result.is_complex():
+        result.mul_(factor)
+    elif result.dtype == torch.bool and not numbers_only:
+        result.logical_not_()
+    elif not numbers_only:
+        result.mul_(int(factor))
 
 
 def _fill(outputs: Any, inputs: Any) -> None:
@@ -212,18 +224,18 @@ def simulated(size: int) -> Iterator[tuple[World, Sends]]:
     Yields:
         Its ranks, and what they send.
     """
-    import torch.testing._internal.distributed.fake_pg  # noqa: F401  # registers the backend
+    import torch.testing._internal.distributed.fake_pg  # registers the backend
 
     c10d: Any = dist  # torch does not mark its re-exports
     if dist.is_initialized():
         dist.destroy_process_group()
     world = World(size)
     sends = Sends()
-    sizes = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+    local_size = 1 if torch.cuda.is_available() else size
+    sizes = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(local_size)}
     environment = patch.dict(os.environ, RANK="0", LOCAL_RANK="0", **sizes)
-    excepthook = patch.object(
-        sys, "excepthook", sys.excepthook
-    )  # torch replaces it permanently when it makes a group
+    # torch replaces it permanently when it makes a group
+    excepthook = patch.object(sys, "excepthook", sys.excepthook)
     with environment, excepthook, patch.object(dist.ProcessGroup, "rank", lambda group: world.rank_in(group)):
         dist.init_process_group(FAKE, store=c10d.HashStore(), rank=0, world_size=size)
         try:

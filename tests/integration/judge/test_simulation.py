@@ -115,6 +115,7 @@ def test_ranks_may_use_different_parameters_where_ddp_looks_for_them() -> None:
     [
         ("an average that matters", "values that other ranks send"),
         ("a counter outside", "takes its step again"),
+        ("a count that matters", "values that other ranks send"),
         ("a log on rank 0", "ranks 1, 2: hooks of first"),
     ],
 )
