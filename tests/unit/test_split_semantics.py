@@ -60,7 +60,7 @@ REGION = step("written_inside", by="region")
 
 
 @pytest.mark.filterwarnings("ignore:Grad strides do not match bucket view strides:UserWarning")
-@pytest.mark.parametrize("first", [pytest.param(n, marks=BY_NIGHT if n % 2 else ()) for n in CHUNKS])
+@pytest.mark.parametrize("first", [pytest.param(n, marks=BY_NIGHT if n % 4 else ()) for n in CHUNKS])
 def test_a_view_is_read_as_it_is_after_a_write(first: int, alone: Ranks) -> None:
     drawn = DrawnModel(tuple(WRITES[first : first + 3]), cap_bytes=1)
     (answer,) = examined(alone, drawn, "ddpopt-split")
