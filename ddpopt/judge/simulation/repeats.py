@@ -95,6 +95,8 @@ class Repeats:
         except Exception as error:
             raise mode_fails(0, error) from error
         self.findings += hidden.not_received(index, (first, multiplied), (mine, mine_multiplied))
+        if unknown := hidden.unknown(mine_multiplied, mine):
+            self.unjudged[f"in the mode, {unknown}"] = None
 
     def after_training(
         self, rank: int, last: int, start: Named, final: Named

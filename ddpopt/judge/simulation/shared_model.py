@@ -7,7 +7,7 @@ kept after its own last step, whichever rank was simulated in between.
 import contextlib
 import copy
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -115,9 +115,10 @@ class SharedModel:
                     return False
         except Exception:  # the steps of each rank show what fails
             return False
-        self.first = [one.record for one in taken[:SETTLING]]
-        for record in self.first:  # DDP moves gradients when it rebuilds its buckets
-            record.steps[0].sharing = None
+        finally:
+            self.first = [one.record for one in taken[:SETTLING]]
+            for record in self.first:  # DDP moves gradients when it rebuilds its buckets
+                record.steps[0].sharing = None
         return True
 
     def begins(self, rank: int, start: Named) -> Named:
@@ -152,7 +153,7 @@ class SharedModel:
         self._world.is_rank(rank)
         self._sends.sent.clear()
         try:
-            with torch.enable_grad():  # whatever another model's step has left
+            with _defaults_kept(), torch.enable_grad():
                 taken = self._taken(forms, is_observed=rank == 0)
         finally:
             trainer.case = own_case
@@ -334,6 +335,19 @@ class SharedModel:
         """Free the model: a DDP module and its reducer are in reference cycles through their hooks."""
         del self.trainer, self._parts
         gc.collect()
+
+
+@contextlib.contextmanager
+def _defaults_kept() -> Iterator[None]:
+    """A block after which new tensors are made as before, so that the next model, and the judge, can go on."""
+    device = torch.get_default_device()
+    dtype = torch.get_default_dtype()
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(dtype)
+        if torch.get_default_device() != device:
+            torch.set_default_device(device)
 
 
 def _alike(one: Taken, other: Taken) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ddpopt.judge.engines.engine import Engine
+from ddpopt.judge.engines.modes import Zero
 from ddpopt.judge.rules.bench import Subject
 from ddpopt.judge.rules.outcome import has_option
 from ddpopt.judge.simulation.lockstep import Lockstep
@@ -51,7 +52,8 @@ def simulate(subject: Subject, mode: Engine, backend: Any, size: int) -> Trial:
 
 def not_simulated(mode: Engine, option: Option) -> str:
     """Why a mode or an option cannot be simulated; empty if it can."""
-    if mode.is_sharded or mode.captures_backward:
+    # an optimizer that is divided among the ranks gathers its state
+    if mode.is_sharded or mode.captures_backward or isinstance(mode, Zero):
         return f"the mode {mode.name} {NOT_SIMULATED}"
     scales = option.recipe is not None and option.recipe.scales
     if not option.local or option.resumes or scales:

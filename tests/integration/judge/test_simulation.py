@@ -22,8 +22,15 @@ from tests.support.simulated_programs import ODD_ONE, case_of
 
 RANKS = 8
 FEW = 3
-GROWS = "memory"
-"""What grows with the steps is not simulated, and the notes say so."""
+NOT_SEEN = (
+    "memory",
+    "output, after backward, another rank's",
+    "output, evaluation, another rank's",
+    "settings, forward, default device",
+    "settings, after backward, default device",
+)
+"""What grows with the steps, and values of other ranks, are not simulated, and the page says so. Where a
+default device stays changed, the judge itself fails: such a trial is broken, and never right."""
 UNUSED = {"find_unused_parameters": True}
 CPU = torch.device("cpu")
 
@@ -164,14 +171,14 @@ def missed_engines(chosen: list[Cell]) -> list[str]:
 
 
 def test_damaged_engines_are_found_by_two_simulated_ranks_as_by_two_real_ones() -> None:
-    chosen = [cell for cell in cells() if not str(cell).startswith(GROWS)]
+    chosen = [cell for cell in cells() if not str(cell).startswith(NOT_SEEN)]
     assert missed_engines(chosen[::37]) == []
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 def test_each_damaged_engine_is_found() -> None:
-    assert missed_engines([cell for cell in cells() if not str(cell).startswith(GROWS)]) == []
+    assert missed_engines([cell for cell in cells() if not str(cell).startswith(NOT_SEEN)]) == []
 
 
 @pytest.mark.nightly
