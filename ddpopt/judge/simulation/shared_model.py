@@ -339,7 +339,7 @@ class SharedModel:
 
 @contextlib.contextmanager
 def _defaults_kept() -> Iterator[None]:
-    """A block after which new tensors are made as before, so that the next model, and the judge, can go on."""
+    """A block after which new tensors are made as before: the next model, and the judge, must go on."""
     device = torch.get_default_device()
     dtype = torch.get_default_dtype()
     try:
