@@ -179,8 +179,6 @@ def verify(  # noqa: PLR0913  # one for each option of the command line
     from ddpopt.cli.verification import Verification
     from ddpopt.judge.engines.meshes import sizes_of
 
-    sizes = sizes_of(mesh)
-    nproc = given.ranks_to_start(nproc, simulate) if sizes is None else sizes[0] * sizes[1]
     verification = Verification(
         nproc=nproc,
         simulate=simulate,
@@ -193,7 +191,7 @@ def verify(  # noqa: PLR0913  # one for each option of the command line
         reports=tuple(report or ()),
         dtype=dtype,
         device=device,
-        mesh=sizes,
+        mesh=sizes_of(mesh),
         engines=tuple(engine or ()),
     )
     raise typer.Exit(verification.of_target(target, given.ddp_arguments(ddp or ()), locate=locate))
@@ -219,7 +217,7 @@ def matrix(  # noqa: PLR0913  # one for each option of the command line
     from ddpopt.cli.verification import Verification
 
     verification = Verification(
-        nproc=given.ranks_to_start(nproc, simulate),
+        nproc=nproc,
         simulate=simulate,
         backend=backend,
         modes=mode or "all",

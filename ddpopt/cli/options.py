@@ -216,11 +216,6 @@ def chosen(text: str | None, known: Iterable[str], option: str) -> tuple[str, ..
     return found
 
 
-def ranks_to_start(nproc: int | None, simulate: int | None) -> int | None:
-    """The number of ranks to start: as given, else 2, but none if ranks are simulated."""
-    return NPROC if nproc is None and simulate is None else nproc
-
-
 def require_usable(given: Mapping[str, Any]) -> None:
     """Refuse wrong numbers and names before torch is imported, which takes seconds.
 

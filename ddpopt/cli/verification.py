@@ -16,7 +16,6 @@ from ddpopt.cases.option_cases import differing
 from ddpopt.cases.targets import resolve
 from ddpopt.cli.options import chosen
 from ddpopt.dynamo.backends import backend_of
-from ddpopt.errors import UsageError
 from ddpopt.judge.engines.meshes import Sizes, require_parts
 from ddpopt.judge.engines.modes import MODES, engines
 from ddpopt.judge.engines.names import mode_of
@@ -26,7 +25,14 @@ from ddpopt.judge.report.text import verdict_text
 from ddpopt.judge.report.wording import headline
 from ddpopt.judge.training.options import OPTIONS
 from ddpopt.judge.trials.on_rank import Request, Settings, Started
-from ddpopt.judge.trials.runner import OPTIONS_BY_DEFAULT, checked, is_first, verify_all, verify_and_locate
+from ddpopt.judge.trials.runner import (
+    OPTIONS_BY_DEFAULT,
+    checked,
+    is_first,
+    ranks_to_start,
+    verify_all,
+    verify_and_locate,
+)
 from ddpopt.judge.verdict import Location, Trial, Verdict
 from ddpopt.terminal.files import show
 from ddpopt.terminal.status import status_line
@@ -40,7 +46,7 @@ class Verification:
     """The request of the command line, as text.
 
     Attributes:
-        nproc: the number of ranks; None for simulated ones only.
+        nproc: the number of ranks, if it was given.
         simulate: the number of simulated ranks; None for none.
         backend: the Dynamo backend.
         modes: comma-separated names, ``all``, or None for ddpopt's own.
@@ -88,6 +94,10 @@ class Verification:
         return self._run(f"{len(CASES)} cases", self._requests(CASES), None)
 
     @property
+    def _nproc(self) -> int | None:
+        return ranks_to_start(self.nproc, self.simulate, self.mesh)
+
+    @property
     def _settings(self) -> Settings:
         return Settings(
             backend_of(self.backend), self.steps, self.dtype, self.timeout_s, self.mesh, self.simulate or 0
@@ -101,9 +111,7 @@ class Verification:
         modes = (*named, *self.engines) or (mode_of("auto"),)
         options = chosen(self.options, [known.name for known in OPTIONS], "--options")
         requests = [Request(case, name, modes) for case in cases for name in options or OPTIONS_BY_DEFAULT]
-        if self.simulate is not None and self.mesh is not None:
-            raise UsageError("--simulate: expected no --mesh, whose ranks send what the others compute")
-        checked(requests, self._settings, 1 if self.nproc is None else self.nproc)
+        checked(requests, self._settings, self._nproc)
         return requests
 
     def _run(self, title: str, requests: list[Request], find: Callable[[Trial, int], Location] | None) -> int:
@@ -120,7 +128,7 @@ class Verification:
                     title,
                     requests,
                     self._settings,
-                    nproc=self.nproc,
+                    nproc=self._nproc,
                     device=self.device,
                     limit_s=self.timeout_s * (trials + len(requests)),
                     on_event=hear,

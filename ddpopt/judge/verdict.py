@@ -237,6 +237,20 @@ class Verdict:
         return self.exit_code == 0
 
     @property
+    def ranks(self) -> str:
+        """The ranks that it is about, in words.
+
+        >>> trials = tuple(Trial("gpt", "eager", "default", "", Status.OK, simulated=n) for n in (0, 64))
+        >>> Verdict("gpt", 2, trials).ranks, Verdict("gpt", 64, trials[1:]).ranks, Verdict("gpt", 1, ()).ranks
+        ('2 ranks and 64 simulated ranks', '64 simulated ranks', '1 rank')
+        """
+        simulated = sorted({trial.simulated for trial in self.trials} - {0})
+        words = [f"{size} simulated rank{'' if size == 1 else 's'}" for size in simulated]
+        if not simulated or any(not trial.simulated for trial in self.trials):
+            words.insert(0, f"{self.world_size} rank{'' if self.world_size == 1 else 's'}")
+        return " and ".join(words)
+
+    @property
     def findings(self) -> tuple[Finding, ...]:
         """All findings of all trials, in order."""
         return tuple(finding for trial in self.trials for finding in trial.findings)
@@ -260,7 +274,7 @@ class Verdict:
         """
         if self:
             return
-        lines = [f"{self.target} on {self.world_size} ranks: {len(self.findings)} finding(s)"]
+        lines = [f"{self.target} on {self.ranks}: {len(self.findings)} finding(s)"]
         for trial in self.trials:
             if trial.status is not Status.OK:
                 reason = f": {trial.reason}" if trial.reason else ""

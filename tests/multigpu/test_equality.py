@@ -90,6 +90,33 @@ def test_another_mode_is_judged_by_its_name() -> None:
     assert not dist.is_initialized()
 
 
+class LeavesOut(nn.Module):
+    """The last of four ranks leaves a layer out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.second = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return x if dist.get_rank() == 3 else self.second(x)
+
+
+@pytest.mark.world_size(4, simulate=True)
+def test_a_test_may_be_each_of_several_ranks_in_turn() -> None:
+    ranks = set[int]()
+
+    def inputs(step: int) -> Tensor:
+        ranks.add(dist.get_rank())
+        return torch.randn(3, 8, generator=torch.Generator().manual_seed(10 * dist.get_rank() + step))
+
+    assert_ddp_equal(tower(), inputs)
+    assert ranks == {0, 1, 2, 3}
+    with pytest.raises(AssertionError, match=r"on 4 simulated ranks: .*\n.*\n.* rank 3 would send"):
+        assert_ddp_equal(LeavesOut(), torch.ones(2, 8))
+
+
 @pytest.mark.world_size(1)
 def test_a_module_in_ddp_is_refused(ranks: Ranks) -> None:
     with pytest.raises(UsageError, match=r"not wrapped in DDP, got DistributedDataParallel\. Pass"):

@@ -29,6 +29,7 @@ from ddpopt.ranks.group import joined
 from tests.selftest.clean_runs import clean_runs
 from tests.selftest.faults import FAULTS, PLACEBOS, Fault
 from tests.selftest.trials import BACKENDS, judge_fault, try_fault, unbroken
+from tests.support.simulated_programs import case_of
 from tests.support.turns import at_night, in_turn, number_of_ranks
 
 BOTH = ("ddpopt-split", "ddpopt-inline")
@@ -124,6 +125,11 @@ def test_what_is_noise_or_differs_in_eager_too_raises_nothing(case: Case, strate
     (trial,) = judged(case, "default", (strategy,))
     assert (trial.status, trial.findings) == (Status.OK, ()), trial.findings
     assert "L1" in trial.levels
+
+
+def test_a_users_collective_is_the_same_when_a_compiler_replaces_it() -> None:
+    (trial,) = judged(case_of("an average on all ranks"), "default", ("ddpopt-inline",))
+    assert (trial.status, trial.findings) == (Status.OK, ()), trial.findings
 
 
 @pytest.mark.nightly

@@ -59,16 +59,9 @@ def headline(verdict: Verdict) -> str:
     """
     counts = Counter(trial.status for trial in verdict.trials)
     ends = ", ".join(f"{counts[status]} {status}" for status in Status if counts[status]) or "none"
-    where = f"{verdict.target} on {ranks_of(verdict)}"
+    where = f"{verdict.target} on {verdict.ranks}"
     found = count_of(len(verdict.findings), "finding")
     return f"{WORDS[verdict.exit_code]}: {where}: {found}; {count_of(len(verdict.trials), 'trial')}: {ends}"
-
-
-def ranks_of(verdict: Verdict) -> str:
-    """The ranks that a verdict is about, for instance ``"2 ranks and 64 simulated ranks"``."""
-    sizes = {trial.simulated for trial in verdict.trials}
-    real = [count_of(verdict.world_size, "rank")] if sizes - {0} != sizes or not sizes else []
-    return " and ".join([*real, *(count_of(size, "simulated rank") for size in sorted(sizes - {0}))])
 
 
 def sentence(finding: Finding) -> str:

@@ -82,7 +82,8 @@ def is_multiple(other: Tensor, value: Tensor) -> bool:
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
-    left, right = dense(one), dense(other)
+    left = dense(one)
+    right = dense(other)
     return left.shape == right.shape and bool(torch.equal(left.nan_to_num(), right.nan_to_num()))
 
 
@@ -97,7 +98,9 @@ def not_received(step: int, eager: tuple[Taken, Taken], got: tuple[Taken, Taken]
     plain, multiplied = (taken.record.steps[0].gradients for taken in eager)
     mine, mine_multiplied = (taken.record.steps[0].gradients for taken in got)
     for name, gradient in plain.items():
-        other, own, own_other = multiplied.get(name), mine.get(name), mine_multiplied.get(name)
+        other = multiplied.get(name)
+        own = mine.get(name)
+        own_other = mine_multiplied.get(name)
         if gradient is None or other is None or own is None or own_other is None:
             continue
         expected = own * FACTOR if is_multiple(other, gradient) else own

@@ -49,9 +49,9 @@ class Models:
 
     def _shared_model(self, case: Case, mode: Engine, backend: Any) -> SharedModel:
         course = Course(case, self._subject.option, backend, self._subject.steps)
-        self._world.is_rank(self._maker)
+        self._world.become(self._maker)
         made = SharedModel(course, mode, self._world, self._sends, self._subject.device)
-        self._world.is_rank(0)
+        self._world.become(0)
         return made
 
     def make_eager(self, case: Case | None = None, rank: int = 0) -> SharedModel:

@@ -71,7 +71,7 @@ class Numbers:
         self._models = models
         self._steps: dict[int, list[tuple[Named, RecordedStep]]] = {}
         # a number is divided by N, or multiplied by 1 / N, which is as right
-        self._divides = size & (size - 1) != 0
+        self._rounds_when_divided = size & (size - 1) != 0
         self._chance = FALSE_ALARM / size
         self._rules = Rules(
             exact=exact, ordered=True, means=False, ignored=models.eager.trainer.record.ignored
@@ -108,7 +108,7 @@ class Numbers:
                 level == "L0"
                 and not difference.right
                 and number.kind is NumberKind.GRADIENT
-                and self._divides
+                and self._rounds_when_divided
             ):
                 level = "L1"
                 difference = communication(number.got, _one_term(number.eager), eager=number.eager)

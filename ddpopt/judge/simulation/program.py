@@ -46,17 +46,18 @@ def unlike_models(case: Case, world: World) -> tuple[list[Finding], str]:
         first = case.model()
     if not reads:
         return [], ""
-    specs, makeup = _specs(first), _makeup(first)
+    specs = _specs(first)
+    makeup_of_first = _makeup(first)
     unlike: dict[str, list[int]] = {}
     otherwise: dict[str, list[int]] = {}
     for rank in range(1, world.size):
-        world.is_rank(rank)
+        world.become(rank)
         model = case.model()
         if text := _first_difference(_specs(model), specs):
             unlike.setdefault(text, []).append(rank)
-        elif text := _first_difference(_makeup(model), makeup):
+        elif text := _first_difference(_makeup(model), makeup_of_first):
             otherwise.setdefault(text, []).append(rank)
-    world.is_rank(0)
+    world.become(0)
     said = [
         Finding("L3", SAME_MODEL, f"{numbered('rank', ranks)}: {text}", rank=ranks[0], ranks=tuple(ranks))
         for text, ranks in unlike.items()
@@ -66,7 +67,8 @@ def unlike_models(case: Case, world: World) -> tuple[list[Finding], str]:
 
 def _first_difference(own: Mapping[str, str], first: Mapping[str, str]) -> str:
     for name in {**first, **own}:
-        mine, other = own.get(name, "missing"), first.get(name, "missing")
+        mine = own.get(name, "missing")
+        other = first.get(name, "missing")
         if mine != other:
             return f"{name} is {mine}, on rank 0 {other}"
     return ""
@@ -157,9 +159,9 @@ class Why:
         """How the inputs of two ranks differ."""
         calls = []
         for each in (rank, peer):
-            self.world.is_rank(each)
+            self.world.become(each)
             calls.append(self.case.inputs(each, step))
-        self.world.is_rank(0)
+        self.world.become(0)
         return f"rank {rank} has {unlike_inputs(*calls)}"
 
 
@@ -175,7 +177,8 @@ def finding_of(
         unused: by rank, the parameters that got no gradient.
         why: says why two ranks take different ways.
     """
-    one, peer = parting.ranks[0], parting.peers[0]
+    one = parting.ranks[0]
+    peer = parting.peers[0]
     causes = why.branch(one, peer, step)
     for rank, other in ((one, peer), (peer, one)):
         missing = [name for name in unused.get(rank, ()) if name not in unused.get(other, ())]

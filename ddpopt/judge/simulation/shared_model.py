@@ -145,19 +145,19 @@ class SharedModel:
         trainer.case = _noting_forms(own_case if case is None else case, forms)
         _restore(self._parts, self._kept.get(rank, self._fresh))
         trainer.parallel.load(start)
-        trainer.updates.load(copy.deepcopy(self._updates_of.get(rank, self._fresh_updates)))
         trainer.record = self._new_record(start)
         trainer.sees_all = rank < SEEN
         if trainer.sees_all:
+            trainer.updates.load(copy.deepcopy(self._updates_of.get(rank, self._fresh_updates)))
             trainer.sight.forget_process()  # what was changed before is not of this step
-        self._world.is_rank(rank)
+        self._world.become(rank)
         self._sends.sent.clear()
         try:
             with _defaults_kept(), torch.enable_grad():
                 taken = self._taken(forms, is_observed=rank == 0)
         finally:
             trainer.case = own_case
-            self._world.is_rank(0)
+            self._world.become(0)
         if not is_repeated:
             self._remember(rank, taken)
         return taken
@@ -171,7 +171,7 @@ class SharedModel:
         updates = self._updates_of.get(rank, self._fresh_updates)
         self._before = self._kept.get(rank, self._fresh), self._buffers.get(rank, {}), updates
         self._kept[rank] = _kept(self._parts)
-        if taken.record.steps[0].optimizer:
+        if rank < SEEN:
             self._updates_of[rank] = copy.deepcopy(self.trainer.updates.state())
         if self._keeps_buffers:
             state = taken.record.steps[0].state
@@ -266,7 +266,7 @@ class SharedModel:
         self.step(rank, step, start, case=case, is_repeated=True)
         own_case = trainer.case
         trainer.case = own_case if case is None else case
-        self._world.is_rank(rank)
+        self._world.become(rank)
         trainer.record.follow = [start, final]
         trainer.is_training = False
         try:
@@ -277,7 +277,7 @@ class SharedModel:
         finally:
             trainer.is_training = True
             trainer.case = own_case
-            self._world.is_rank(0)
+            self._world.become(0)
         return trainer.record
 
     def _update(self) -> None:

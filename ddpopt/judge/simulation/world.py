@@ -78,7 +78,7 @@ class World:
         c10d: Any = dist  # torch does not mark its re-exports
         return str(c10d.group.WORLD.group_name)
 
-    def is_rank(self, rank: int) -> None:
+    def become(self, rank: int) -> None:
         """Let this process be a rank from now on; on a GPU each rank is on a node of its own."""
         self.rank = rank
         os.environ["RANK"] = str(rank)
@@ -123,17 +123,16 @@ class Sends:
     def replacing(self) -> Iterator[None]:
         """A block in which collectives are only recorded, and complete at once."""
         torch_c: Any = torch._C
-        torch_library: Any = torch.library  # torch types neither
-        library = torch_library.Library("c10d", "IMPL")
+        kernels: Any = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]  # of torch
         try:
             for schema in torch_c._jit_get_all_schemas():
                 if schema.name.startswith("c10d::") and GROUP in [each.name for each in schema.arguments]:
                     kernel = functools.partial(self._called, schema)
                     for key in KEYS:
-                        library.impl(schema.name, kernel, key, allow_override=True)
+                        kernels.impl(schema.name, kernel, key, allow_override=True)
             yield
         finally:
-            library._destroy()
+            kernels._destroy()
 
     def _called(self, schema: Any, *args: Any, **kwargs: Any) -> Any:
         """Take the place of a collective."""

@@ -6,6 +6,7 @@ verdict, and every verdict is reported, even if the search for the fault fails.
 
 import os
 import platform
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -20,7 +21,7 @@ from ddpopt.dynamo.backend import find_compiler
 from ddpopt.errors import UsageError
 from ddpopt.explanation.rehearsal import generators_kept
 from ddpopt.judge.engines.engine import Engine
-from ddpopt.judge.engines.meshes import require_parts
+from ddpopt.judge.engines.meshes import Sizes, require_parts
 from ddpopt.judge.engines.modes import mode
 from ddpopt.judge.engines.names import mode_of
 from ddpopt.judge.rules.outcome import GIVES
@@ -36,7 +37,7 @@ from ddpopt.judge.trials.on_rank import (
 )
 from ddpopt.judge.trials.simulated import Shares
 from ddpopt.judge.verdict import Location, Status, Trial, Verdict
-from ddpopt.ranks.group import COLLECTIVE_LIMIT_S, joined, under_torchrun
+from ddpopt.ranks.group import COLLECTIVE_LIMIT_S, joined, one_rank, under_torchrun
 
 RUN_LIMIT_S = 3600.0
 NPROC = 2
@@ -105,22 +106,15 @@ def verify(  # noqa: PLR0913  # one for each thing that a user may choose
     for what, given in (("engine", engine), ("mode", mode), ("options", options)):
         if given is not None and not _names(given):
             raise UsageError(f"{what}: expected at least one, got {given!r}")
-    if simulate is not None and mesh is not None:
-        raise UsageError(
-            "simulate: expected no mesh, whose ranks send what the others compute; leave one out"
-        )
     settings = Settings(backend, steps, dtype, trial_limit_s, mesh, simulate or 0)
     case = resolve(target)
     require_parts(case, mesh)
-    if mesh is not None:
-        nproc = mesh[0] * mesh[1]
-    elif nproc is None and simulate is None:
-        nproc = NPROC
+    nproc = ranks_to_start(nproc, simulate, mesh)
     traveling = target if isinstance(target, str) else case
     requests = [Request(traveling, name, modes) for name in _names(options)]
-    checked(requests, settings, 1 if nproc is None else nproc)
     if simulate is not None:
         require_count("simulate", simulate)
+    checked(requests, settings, nproc)
     return verify_all(
         case.name, requests, settings, nproc=nproc, device=device, limit_s=limit_s, on_event=on_event
     )
@@ -167,13 +161,14 @@ def verify_all(
             return _verdict(title, ranks.size, run_trials(ranks, requests, settings), hardware(ranks.device))
     trials: tuple[Trial, ...] = ()
     computed_on = ""
+    began_s = time.monotonic()
     if nproc is not None:
         attempts = Attempts(requests, replace(settings, simulate=0), on_event or (lambda _: None))
         trials += attempts.run(nproc, limit_s, device)
         computed_on = attempts.device
     if settings.simulate:
         shares = Shares(requests, settings, on_event or (lambda _: None))
-        trials += shares.run(limit_s, device)
+        trials += shares.run(limit_s - (time.monotonic() - began_s), device)
         computed_on = shares.device
     return _verdict(title, nproc or settings.simulate, trials, computed_on)
 
@@ -242,7 +237,7 @@ def verify_simulated(
     settings = Settings(backend, steps, simulate=size)
     checked(requests, settings, 1)
     require_count("simulate", size)
-    with generators_kept(), joined(timeout_s=_waits_s(settings)) as ranks:
+    with generators_kept(), one_rank(), joined(timeout_s=_waits_s(settings)) as ranks:
         trials = run_trials(ranks, requests, settings)
         return _verdict(case.name, size, trials, hardware(ranks.device))
 
@@ -323,13 +318,20 @@ def _names(given: Any) -> tuple[Any, ...]:
     return (given,) if isinstance(given, (str, Engine, type)) else tuple(given)
 
 
-def checked(requests: Sequence[Request], settings: Settings, nproc: int) -> None:
+def ranks_to_start(nproc: int | None, simulate: int | None, mesh: Sizes | None) -> int | None:
+    """The number of ranks to start: a mesh's, or as given, else 2, but none if ranks are simulated."""
+    if mesh is not None:
+        return mesh[0] * mesh[1]
+    return NPROC if nproc is None and simulate is None else nproc
+
+
+def checked(requests: Sequence[Request], settings: Settings, nproc: int | None) -> None:
     """Look up every name before a rank is started.
 
     Args:
         requests: what to verify.
         settings: the settings for all trials.
-        nproc: the number of ranks to start.
+        nproc: the number of ranks to start; None for none.
 
     Raises:
         UsageError: a mode, an option, a backend, a dtype or a number cannot be used.
@@ -353,7 +355,9 @@ def checked(requests: Sequence[Request], settings: Settings, nproc: int) -> None
                 f"engine: expected a name of its own for each, got {twice[0]!r} twice; give one to each, as "
                 "in Engine('mine', prepare=prepare)"
             )
-    require_count("nproc", nproc)
+    if settings.simulate and settings.mesh is not None:
+        raise UsageError("simulate: expected no mesh, whose ranks send what the others compute; omit one")
+    require_count("nproc", 1 if nproc is None else nproc)
     require_count("steps", settings.steps)
     if not settings.trial_limit_s > 0:
         raise UsageError(f"trial_limit_s: expected a positive number, got {settings.trial_limit_s!r}")
