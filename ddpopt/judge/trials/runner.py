@@ -168,7 +168,8 @@ def verify_all(
         computed_on = attempts.device
     if settings.simulate:
         shares = Shares(requests, settings, on_event or (lambda _: None))
-        trials += shares.run(limit_s - (time.monotonic() - began_s), device)
+        left_s = limit_s - (time.monotonic() - began_s)
+        trials += shares.run(max(left_s, settings.trial_limit_s), device)  # so that each still gets a result
         computed_on = shares.device
     return _verdict(title, nproc or settings.simulate, trials, computed_on)
 
