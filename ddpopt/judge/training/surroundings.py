@@ -15,6 +15,7 @@ import random
 import signal
 import sys
 import threading
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -85,13 +86,19 @@ def process_state() -> dict[str, Any]:
         "the locale": locale.setlocale(locale.LC_ALL),
         "standard output": (id(sys.stdout), id(sys.stderr)),
         "exception hooks": (sys.excepthook, threading.excepthook),
-        THREADS: sorted(each.name for each in threading.enumerate() if not _is_of_torch(each)),
+        THREADS: Counter(each.name for each in threading.enumerate() if not _is_of_torch(each)),
     }
 
 
 def _is_of_torch(thread: threading.Thread) -> bool:
-    """Whether a thread runs a function of torch, ddpopt or Python's own executors."""
-    function = getattr(thread, "_target", None)
+    """Whether a thread runs a function of torch, ddpopt or Python's own executors, or ends just now.
+
+    A thread of torch's backward or of a process group is known to Python as soon as a callback on it asks
+    for the current thread. Which one that is, and when, is chance.
+    """
+    if isinstance(thread, threading._DummyThread) or not hasattr(thread, "_target"):
+        return True
+    function = thread._target
     return getattr(function, "__module__", "").startswith(
         ("torch", "ddpopt", "concurrent", "multiprocessing")
     )
@@ -104,10 +111,14 @@ def _working_directory() -> str:
 
 
 def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """What differs between two states of the process, by name."""
+    """What differs between two states of the process, by name.
+
+    A thread that has ended is no change: an earlier trial may have started it.
+    """
     missing = object()
     names = sorted(before.keys() | after.keys())
-    return [name for name in names if before.get(name, missing) != after.get(name, missing)]
+    differ = [name for name in names if before.get(name, missing) != after.get(name, missing)]
+    return [name for name in differ if name != THREADS or not after[name] <= before[name]]
 
 
 def seed_others(seed: int) -> None:
