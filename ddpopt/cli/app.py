@@ -157,6 +157,7 @@ def verify(  # noqa: PLR0913  # one for each option of the command line
     target: given.Target,
     nproc: given.SomeNproc = None,
     simulate: given.Simulate = None,
+    trajectory: given.Trajectory = None,
     backend: given.Backend = given.BACKEND,
     mode: given.Modes = None,
     engine: given.Engines = None,
@@ -182,6 +183,7 @@ def verify(  # noqa: PLR0913  # one for each option of the command line
     verification = Verification(
         nproc=nproc,
         simulate=simulate,
+        trajectory=trajectory,
         backend=backend,
         modes=mode,
         options=options,
@@ -201,6 +203,7 @@ def verify(  # noqa: PLR0913  # one for each option of the command line
 def matrix(  # noqa: PLR0913  # one for each option of the command line
     nproc: given.SomeNproc = None,
     simulate: given.Simulate = None,
+    trajectory: given.Trajectory = None,
     backend: given.Backend = given.BACKEND,
     mode: given.Modes = None,
     engine: given.Engines = None,
@@ -219,6 +222,7 @@ def matrix(  # noqa: PLR0913  # one for each option of the command line
     verification = Verification(
         nproc=nproc,
         simulate=simulate,
+        trajectory=trajectory,
         backend=backend,
         modes=mode or "all",
         options=options or "all",

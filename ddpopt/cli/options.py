@@ -19,7 +19,7 @@ BACKEND = "aot_eager"
 NPROC = 2
 STEPS = 3
 MOST_MB = 8.0
-COUNTS = ("nproc", "simulate", "steps")
+COUNTS = ("nproc", "simulate", "steps", "trajectory")
 POSITIVE = ("timeout", "minutes", "examples", "tries", "most_mb")
 TIMEOUT_S = 300.0
 """Inductor may take minutes to compile a large model."""
@@ -74,6 +74,14 @@ Simulate = Annotated[
     typer.Option(
         metavar="N",
         help="Judge N ranks in one process, which is each of them in turn; instead of --nproc, or with it.",
+    ),
+]
+Trajectory = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        help="Also train N steps, each from where the last one ended, and judge whether the distance from "
+        "eager is more than rounding explains.",
     ),
 ]
 SomeNproc = Annotated[

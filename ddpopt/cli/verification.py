@@ -48,6 +48,7 @@ class Verification:
     Attributes:
         nproc: the number of ranks, if it was given.
         simulate: the number of simulated ranks; None for none.
+        trajectory: the number of steps to train freely, too; None for none.
         backend: the Dynamo backend.
         modes: comma-separated names, ``all``, or None for ddpopt's own.
         options: the same for ways to use DDP; None for only the target's own.
@@ -74,6 +75,7 @@ class Verification:
     mesh: Sizes | None = None
     engines: tuple[str, ...] = ()
     simulate: int | None = None
+    trajectory: int | None = None
 
     def of_target(self, target: str, ddp_kwargs: Mapping[str, Any], *, locate: bool) -> int:
         """Verify one target, and locate a fault if requested.
@@ -100,7 +102,13 @@ class Verification:
     @property
     def _settings(self) -> Settings:
         return Settings(
-            backend_of(self.backend), self.steps, self.dtype, self.timeout_s, self.mesh, self.simulate or 0
+            backend_of(self.backend),
+            self.steps,
+            self.dtype,
+            self.timeout_s,
+            self.mesh,
+            self.simulate or 0,
+            self.trajectory or 0,
         )
 
     def _requests(self, cases: Sequence[Any]) -> list[Request]:
@@ -116,7 +124,7 @@ class Verification:
 
     def _run(self, title: str, requests: list[Request], find: Callable[[Trial, int], Location] | None) -> int:
         def verify() -> Verdict:
-            trials = sum(len(one.modes) for one in requests)
+            trials = sum(len(one.modes) for one in requests) * len(self._settings.ways)
             with status_line("starting ranks") as show_line:
 
                 def hear(event: object) -> None:
@@ -144,7 +152,7 @@ class Verification:
             trial,
             Path(REPRODUCTION),
             nproc=ranks,
-            steps=self.steps,
+            steps=trial.trajectory or self.steps,
             dtype=self.dtype,
             device=self.device,
             backend=self.backend,

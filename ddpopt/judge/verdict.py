@@ -125,6 +125,25 @@ class SeenBucket:
 
 
 @dataclass(frozen=True)
+class Way:
+    """How far one number was from eager's along a trajectory.
+
+    Attributes:
+        name: the number.
+        steps: the steps, from 0.
+        distances: the root mean square of its distance from eager's at each of them.
+        bounds: what rounding explains.
+        sizes: the root mean square of eager's values.
+    """
+
+    name: str
+    steps: tuple[int, ...]
+    distances: tuple[float, ...]
+    bounds: tuple[float, ...]
+    sizes: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class Trial:
     """One mode of one case under one option, on all ranks.
 
@@ -146,6 +165,8 @@ class Trial:
         graphs: the number of compiled graphs, including recompilations.
         seconds: wall time.
         simulated: the number of ranks that one process simulated; 0 for ranks of their own.
+        trajectory: the number of steps that went on from each other; 0 if each began with eager's state.
+        ways: of the numbers that a picture of that trajectory shows.
     """
 
     case: str
@@ -163,13 +184,24 @@ class Trial:
     graphs: int = 0
     seconds: float = 0.0
     simulated: int = 0
+    trajectory: int = 0
+    ways: tuple[Way, ...] = ()
 
     @property
     def name(self) -> str:
-        """Case, mode, option, backend and simulated ranks in one line."""
+        """Case, mode, option, backend, simulated ranks and trajectory in one line."""
         backend = f", {self.backend}" if self.backend else ""
+        return f"{self.case}: {self.mode} / {self.option}{backend}{self.way}"
+
+    @property
+    def way(self) -> str:
+        """How it was judged, if not on real ranks step by step; may be empty.
+
+        >>> Trial("gpt", "eager", "default", "", Status.OK, trajectory=50).way
+        ', 50 steps'
+        """
         simulated = f", {self.simulated} simulated ranks" if self.simulated else ""
-        return f"{self.case}: {self.mode} / {self.option}{backend}{simulated}"
+        return f", {self.trajectory} steps" if self.trajectory else simulated
 
     @property
     def remarks(self) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ page loads nothing, so that a verdict on an untrusted model can be opened safely
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from ddpopt.judge.report import wording
+from ddpopt.judge.report.curves import curve
 from ddpopt.judge.report.matrix import overview
 from ddpopt.judge.verdict import SeenBucket, Status, Trial, Verdict
 from ddpopt.terminal.tables import mib
@@ -36,7 +37,7 @@ def html_page(verdict: Verdict) -> str:
     )
     words = ("count_of", "level_name", "number", "outcome", "sentence", "worst_first")
     environment.filters |= {name: getattr(wording, name) for name in words}
-    environment.filters |= {"id": id, "is_wrong": is_wrong, "mib": mib}
+    environment.filters |= {"id": id, "is_wrong": is_wrong, "mib": mib, "curve": curve}
     view = overview(verdict)
     return environment.get_template("verdict.html.jinja").render(
         verdict=verdict,

@@ -55,7 +55,7 @@ class Overview:
 
     Attributes:
         down: the meaning of a row: ``"option"``, or ``"case"`` if there is only one option.
-        columns: the modes, with their backends; the same in all grids.
+        columns: the modes, with their backends and how they were judged; the same in all grids.
         grids: by title, the trials by row and column; no entry where nothing ran.
         reasons: first of wrong trials, then of broken ones, of refused ones, and of those not possible.
     """
@@ -86,7 +86,8 @@ def overview(verdict: Verdict) -> Overview:
     columns: dict[str, None] = {}
     grids: dict[str, dict[str, dict[str, Trial]]] = {}
     for trial in verdict.trials:
-        column = f"{trial.mode}, {trial.backend}" if trial.backend else trial.mode
+        backend = f", {trial.backend}" if trial.backend else ""
+        column = f"{trial.mode}{backend}{trial.way}"
         columns[column] = None
         grid = grids.setdefault(f"{apart} {getattr(trial, apart)}", {})
         grid.setdefault(getattr(trial, down), {})[column] = trial

@@ -251,7 +251,7 @@ class Judged:
         is_step = seen.moment.startswith("step ")
         moment = seen.moment if is_step else f"extra step: {seen.moment}"
         message = (
-            f"{_what(seen.parameter)}{bucket}, {moment}, {on}: off by {seen.error:.3g} "
+            f"{number_in_words(seen.parameter)}{bucket}, {moment}, {on}: off by {seen.error:.3g} "
             f"where {seen.bound:.3g} is allowed, {seen.ulps:.3g} ULP{remark}"
         )
         fields = asdict(seen) | {"step": seen.step if is_step else None}
@@ -264,7 +264,8 @@ class Judged:
         return Finding(claim=claim, message=message, ranks=tuple(ranks), **fields)
 
 
-def _what(name: str) -> str:
+def number_in_words(name: str) -> str:
+    """A number as the subject of a sentence."""
     if name.startswith((BUFFER, PARAMETER, SEEN, STATE)):
         return name
     return f"the {name}" if name.startswith(FINAL) else f"the gradient of {name}"

@@ -3,11 +3,12 @@
 Invariant: a run is ok only if something was judged, and all that should have been judged was.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 from ddpopt.judge.compare import dense
 from ddpopt.judge.engines.engine import Engine, Gives
+from ddpopt.judge.rules.failing import Failure, own_of, told
 from ddpopt.judge.training.record import Record
 from ddpopt.judge.training.trainer import Option
 from ddpopt.judge.verdict import Finding, Status
@@ -44,6 +45,48 @@ def ended(found: Sequence[Finding], judged_any: bool, unjudged: Sequence[str]) -
     if unjudged:
         return {"status": Status.BROKEN, "reason": f"not judged in full: {'; '.join(unjudged)}"}
     return {"status": Status.OK}
+
+
+def without_reference(failures: Sequence[Failure], stalled: str = "") -> dict[str, Any]:
+    """The status of a trial for which eager DDP gives no reference, and the reason; arguments as `failed`."""
+    if stalled:
+        return {"status": Status.BROKEN, "reason": f"eager DDP's own runs did not finish: {stalled}"}
+    own = own_of(failures)
+    texts = "; ".join(dict.fromkeys(failure.text for failure in own))
+    if any(failure.of_judge for failure in own):
+        return {"status": Status.BROKEN, "reason": f"{JUDGE_FAILED}: {texts}"}
+    return {"status": Status.NOT_POSSIBLE, "reason": f"eager DDP itself fails here: {texts}"}
+
+
+def failed(
+    failures: Sequence[Failure],
+    stalled: str = "",
+    *,
+    ranks_differ: bool = True,
+    remark: Callable[[], str] = lambda: "",
+) -> dict[str, Any]:
+    """The status of a trial whose run failed where eager DDP runs, and the findings or the reason.
+
+    Args:
+        failures: of all ranks on which it failed.
+        stalled: how it failed only because of a time limit; empty if it did not.
+        ranks_differ: whether ranks may run different graphs; what is refused only then is wrong elsewhere.
+        remark: adds to a finding; called only if there is one.
+    """
+    if stalled:
+        return {"status": Status.BROKEN, "reason": stalled}
+    own = own_of(failures)
+    if any(failure.of_judge for failure in own):
+        return {"status": Status.BROKEN, "reason": f"{JUDGE_FAILED}: {told(own)}"}
+    if all(failure.refused and (ranks_differ or not failure.if_ranks_differ) for failure in own):
+        return {"status": Status.REFUSED, "reason": told(own)}
+    more = remark()
+    findings = (Finding("run", "the step runs", f"{_where(each)}{more}", rank=each.rank) for each in own)
+    return {"status": Status.WRONG, "findings": tuple(findings)}
+
+
+def _where(failure: Failure) -> str:
+    return f"extra step: {failure.extra}: {failure.text}" if failure.extra else failure.text
 
 
 def has_gradients(eager: Record) -> bool:

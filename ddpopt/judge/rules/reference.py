@@ -135,6 +135,14 @@ class Reference:
         self.unjudged += (f"{what} ({told(own_of(self.bench.failures))})",)
 
     @functools.cached_property
+    def computes(self) -> torch.dtype | None:
+        """The dtype in which operations round, if not their operands'. A collective at first access."""
+        bench = self.bench
+        case = bench.subject.adapted
+        own = bench.ranks.gather(autocast_dtypes(case, bench.grid.rank, bench.subject.device))
+        return bench.subject.option.computes or coarsest(dtype for dtypes in own for dtype in dtypes)
+
+    @functools.cached_property
     def arithmetic(self) -> list[dict[str, Arithmetic]]:
         """The rounding of each number in eager, for each step. A collective at its first access."""
         bench = self.bench
@@ -142,11 +150,9 @@ class Reference:
         option = self.bench.subject.option
         case = bench.subject.adapted
         runs = [eager]
-        own = bench.ranks.gather(autocast_dtypes(case, bench.grid.rank, bench.subject.device))
-        computes = option.computes or coarsest(dtype for dtypes in own for dtype in dtypes)
         for number in range(1, SAMPLES):
-            follow = [perturbed_state(state, number, computes) for state in eager.starts]
-            moved = perturbed(case, number, computes)
+            follow = [perturbed_state(state, number, self.computes) for state in eager.starts]
+            moved = perturbed(case, number, self.computes)
             run = bench.run(mode("eager"), None, case=moved, follow=follow)
             if run is None:
                 self._miss(f"the rounding of eager in neighboring run {number} of {SAMPLES - 1}")

@@ -6,8 +6,8 @@ Invariant: what fails in eager never counts against a mode, nor what fails in th
 from typing import Any
 
 from ddpopt.judge.rules.failing import Failure, failure_of
-from ddpopt.judge.rules.outcome import JUDGE_FAILED
-from ddpopt.judge.verdict import Finding, Status
+from ddpopt.judge.rules.outcome import JUDGE_FAILED, failed
+from ddpopt.judge.verdict import Status
 
 
 class EndedEarlyError(Exception):
@@ -37,10 +37,4 @@ def eager_failed(failure: Failure) -> EndedEarlyError:
 
 def mode_fails(rank: int, error: Exception) -> EndedEarlyError:
     """The mode fails on a rank, where eager DDP does not."""
-    failure = failure_of(rank, error)
-    if failure.of_judge:
-        return EndedEarlyError(status=Status.BROKEN, reason=f"{JUDGE_FAILED}: {failure.text}")
-    if failure.refused:
-        return EndedEarlyError(status=Status.REFUSED, reason=failure.text)
-    finding = Finding("run", "the step runs", failure.text, rank=rank)
-    return EndedEarlyError(status=Status.WRONG, findings=(finding,))
+    return EndedEarlyError(**failed([failure_of(rank, error)]))

@@ -51,6 +51,8 @@ def train(course: Course, mode: Engine, place: Place) -> Record:
                 if course.follow is not None:
                     trainer.parallel.load(course.follow[trainer.step])
                 record_training_step(trainer, course.option, take, update)
+                if course.each is not None:
+                    course.each(trainer.record.steps.pop())
         trainer.is_training = False
         if course.evaluate:
             evaluate(trainer)

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpopt.cases.case import Case, on_device, step_seed
 from ddpopt.cases.option_cases import smaller_batch
 from ddpopt.judge.engines.engine import Engine, Gives, Named
-from ddpopt.judge.training.record import Record
+from ddpopt.judge.training.record import Record, RecordedStep
 from ddpopt.judge.training.surroundings import seed_others
 from ddpopt.judge.training.updating import Recipe, Updates, recipe_for
 from ddpopt.judge.training.visible import Sight
@@ -258,6 +258,7 @@ class Course:
         has_momentum: whether an optimizer that an engine brings has momentum. It must not where something
             else writes to parameters: they are then compared with those of eager DDP, which has none.
         tamper: called once the model is data-parallel and configured; for injected faults.
+        each: takes each step as it ends, instead of the record, which would hold all of them.
     """
 
     case: Case
@@ -270,6 +271,7 @@ class Course:
     extras: Sequence[str] = ()
     has_momentum: bool = True
     tamper: Callable[[Trainer], None] = lambda _: None
+    each: Callable[[RecordedStep], None] | None = None
 
 
 @contextlib.contextmanager

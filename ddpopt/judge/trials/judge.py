@@ -11,14 +11,14 @@ from typing import Any
 
 from ddpopt.judge.engines.engine import Engine
 from ddpopt.judge.rules.evidence import RunEvidence
-from ddpopt.judge.rules.failing import Failure, own_of, told
+from ddpopt.judge.rules.failing import own_of, told
 from ddpopt.judge.rules.ladder import Ladder, findings, remarks, worst
-from ddpopt.judge.rules.outcome import JUDGE_FAILED, ended, has_gradients, has_option, is_exact
+from ddpopt.judge.rules.outcome import ended, failed, has_gradients, has_option, is_exact
 from ddpopt.judge.rules.reference import Reference
 from ddpopt.judge.rules.structure import structure
 from ddpopt.judge.training.record import Record
 from ddpopt.judge.training.trainer import Trainer
-from ddpopt.judge.verdict import Finding, SeenBucket, Status, Trial
+from ddpopt.judge.verdict import SeenBucket, Status, Trial
 
 
 def judge(
@@ -59,27 +59,17 @@ def judge(
 def _failed(reference: Reference, mode: Engine, backend: Any) -> dict[str, Any]:
     """Distinguish a mode that fails from one that ddpopt refuses, and from a run that was not judged."""
     bench = reference.bench
-    if bench.stalled:
-        return {"status": Status.BROKEN, "reason": bench.stalled}
-    own = own_of(bench.failures)
-    if any(failure.of_judge for failure in own):
-        return {"status": Status.BROKEN, "reason": f"{JUDGE_FAILED}: {told(own)}"}
-    is_refused = all(failure.refused for failure in own)
-    if any(failure.if_ranks_differ for failure in own):
-        is_refused = is_refused and bench.subject.adapted.ranks_differ
-    if is_refused:
-        return {"status": Status.REFUSED, "reason": told(own)}
-    remark = ""
-    if backend is not None and not mode.observable:  # uncompiled, that is eager DDP, which is known to run
+
+    def uncompiled() -> str:
+        if backend is None or mode.observable:  # uncompiled, that is eager DDP, which is known to run
+            return ""
         record = bench.run(mode, None, follow=reference.eager.starts)
-        if record is None and not bench.stalled:
-            remark = f"; without compiling {mode.name} fails, too: {told(own_of(bench.failures))}"
-    findings = (Finding("run", "the step runs", f"{_where(each)}{remark}", rank=each.rank) for each in own)
-    return {"status": Status.WRONG, "findings": tuple(findings)}
+        if record is not None or bench.stalled:
+            return ""
+        return f"; without compiling {mode.name} fails, too: {told(own_of(bench.failures))}"
 
-
-def _where(failure: Failure) -> str:
-    return f"extra step: {failure.extra}: {failure.text}" if failure.extra else failure.text
+    differ = bench.subject.adapted.ranks_differ
+    return failed(bench.failures, bench.stalled, ranks_differ=differ, remark=uncompiled)
 
 
 def _judged(

@@ -20,11 +20,12 @@ from ddpopt.judge.engines.engine import Engine
 from ddpopt.judge.engines.meshes import Grid, Sizes, require_parts
 from ddpopt.judge.engines.modes import mode
 from ddpopt.judge.rules.bench import Bench, Subject
-from ddpopt.judge.rules.failing import own_of
-from ddpopt.judge.rules.outcome import JUDGE_FAILED
+from ddpopt.judge.rules.outcome import without_reference
 from ddpopt.judge.rules.reference import Reference
 from ddpopt.judge.simulation.simulate import simulate
 from ddpopt.judge.training.options import option
+from ddpopt.judge.trajectory.free import free_runs
+from ddpopt.judge.trials.following import follow
 from ddpopt.judge.trials.judge import judge
 from ddpopt.judge.trials.resuming import resume
 from ddpopt.judge.verdict import Status, Trial
@@ -63,6 +64,8 @@ class Settings:
         trial_limit_s: limit of one trial, and of eager's runs before the first one, in seconds.
         mesh: see `ddpopt.judge.engines.meshes`; None if each rank trains a whole model.
         simulate: the number of ranks that one process simulates; 0 for ranks of their own.
+        trajectory: the number of steps that are also trained freely, each from where the last one ended; 0
+            for none.
     """
 
     backend: Any = "inductor"
@@ -71,6 +74,12 @@ class Settings:
     trial_limit_s: float = TRIAL_LIMIT_S
     mesh: Sizes | None = None
     simulate: int = 0
+    trajectory: int = 0
+
+    @property
+    def ways(self) -> tuple[int, ...]:
+        """The trials of each mode: the steps of its trajectory, 0 for single steps."""
+        return (0, self.trajectory) if self.trajectory else (0,)
 
     @property
     def collective_limit_s(self) -> float:
@@ -126,7 +135,11 @@ def run_trials(
     trials: list[Trial] = []
     all_of_them = enumerate(requested_trials(requests, settings))
     for request in requests:
-        left = [(i, trial) for i, trial in itertools.islice(all_of_them, len(request.modes)) if i not in done]
+        left = [
+            (i, trial)
+            for i, trial in itertools.islice(all_of_them, len(request.modes) * len(settings.ways))
+            if i not in done
+        ]
         if left:
             before_each()
             take = _simulated if settings.simulate else _judged
@@ -142,9 +155,10 @@ def requested_trials(requests: Sequence[Request], settings: Settings) -> Iterato
         for name in request.modes:
             engine = mode(name)
             compiler = backend if engine.compiles else ""
-            yield Trial(
+            single = Trial(
                 case, engine.name, request.option, compiler, Status.BROKEN, simulated=settings.simulate
             )
+            yield from (replace(single, trajectory=steps) for steps in settings.ways)
 
 
 def hardware(device: torch.device) -> str:
@@ -197,15 +211,23 @@ def _judged(
             bench = Bench(subject, ranks, settings.collective_limit_s, resume)
             benches.callback(bench.close)
             reference = Reference.make(bench)
-            impossible = _failed_reference(bench) if reference is None else {}
+            impossible = without_reference(bench.failures, bench.stalled) if reference is None else {}
+        runs = None
+        if reference is not None and settings.trajectory:
+            runs = benches.enter_context(free_runs(reference, settings.trajectory))
+        singles: dict[str, Trial] = {}
         for index, trial in left:
+            engine = engines[trial.mode]
             ranks.emit(Started(index, case.name, request.option, trial.mode))
             with ranks.limited(settings.trial_limit_s, f"{case.name}: {trial.mode} / {request.option}"):
                 if reference is None:
                     trial = replace(trial, case=case.name, **impossible)
+                elif trial.trajectory and runs is not None:
+                    single = singles.get(engine.name) or judge(reference, engine, settings.backend)
+                    trial = follow(runs, engine, settings.backend, single)
                 else:
-                    trial = judge(reference, engines[trial.mode], settings.backend)
-                    trial = _with_remark_on_time(trial, settings.trial_limit_s)
+                    trial = singles[engine.name] = judge(reference, engine, settings.backend)
+                trial = _with_remark_on_time(trial, settings.trial_limit_s)
             ranks.emit(Ended(index, trial))
             yield trial
 
@@ -236,14 +258,3 @@ def _with_remark_on_time(trial: Trial, limit_s: float) -> Trial:
         return trial
     note = f"more than half of the time limit was used: {trial.seconds:.1f} of {limit_s:g} s"
     return replace(trial, notes=(*trial.notes, note))
-
-
-def _failed_reference(bench: Bench) -> dict[str, Any]:
-    """The fields of a trial for which eager DDP gives no reference."""
-    if bench.stalled:
-        return {"reason": f"eager DDP's own runs did not finish: {bench.stalled}"}
-    own = own_of(bench.failures)
-    texts = "; ".join(dict.fromkeys(failure.text for failure in own))
-    if any(failure.of_judge for failure in own):
-        return {"reason": f"{JUDGE_FAILED}: {texts}"}
-    return {"status": Status.NOT_POSSIBLE, "reason": f"eager DDP itself fails here: {texts}"}

@@ -64,6 +64,7 @@ def verify(  # noqa: PLR0913  # one for each thing that a user may choose
     trial_limit_s: float = TRIAL_LIMIT_S,
     on_event: Progress | None = None,
     mesh: tuple[int, int] | None = None,
+    trajectory: int | None = None,
 ) -> Verdict:
     """Verify that a compiled data-parallel step computes what eager DDP computes.
 
@@ -93,6 +94,8 @@ def verify(  # noqa: PLR0913  # one for each thing that a user may choose
         on_event: called for each trial as it begins and ends.
         mesh: instead of `nproc`, the number of copies of the model, and of the ranks that share each by
             tensor parallelism; the case must say how (``Case.parallelize``).
+        trajectory: also train so many steps freely, each from where the last one ended, and judge whether
+            the distance from eager DDP is more than rounding explains.
 
     Returns:
         The verdict, which is true if everything is right. Its findings say what is wrong, with level,
@@ -106,14 +109,15 @@ def verify(  # noqa: PLR0913  # one for each thing that a user may choose
     for what, given in (("engine", engine), ("mode", mode), ("options", options)):
         if given is not None and not _names(given):
             raise UsageError(f"{what}: expected at least one, got {given!r}")
-    settings = Settings(backend, steps, dtype, trial_limit_s, mesh, simulate or 0)
+    settings = Settings(backend, steps, dtype, trial_limit_s, mesh, simulate or 0, trajectory or 0)
     case = resolve(target)
     require_parts(case, mesh)
     nproc = ranks_to_start(nproc, simulate, mesh)
     traveling = target if isinstance(target, str) else case
     requests = [Request(traveling, name, modes) for name in _names(options)]
-    if simulate is not None:
-        require_count("simulate", simulate)
+    for what, count in (("simulate", simulate), ("trajectory", trajectory)):
+        if count is not None:
+            require_count(what, count)
     checked(requests, settings, nproc)
     return verify_all(
         case.name, requests, settings, nproc=nproc, device=device, limit_s=limit_s, on_event=on_event
@@ -167,7 +171,7 @@ def verify_all(
         trials += attempts.run(nproc, limit_s, device)
         computed_on = attempts.device
     if settings.simulate:
-        shares = Shares(requests, settings, on_event or (lambda _: None))
+        shares = Shares(requests, replace(settings, trajectory=0), on_event or (lambda _: None))
         left_s = limit_s - (time.monotonic() - began_s)
         trials += shares.run(max(left_s, settings.trial_limit_s), device)  # so that each still gets a result
         computed_on = shares.device
@@ -356,6 +360,11 @@ def checked(requests: Sequence[Request], settings: Settings, nproc: int | None) 
                 f"engine: expected a name of its own for each, got {twice[0]!r} twice; give one to each, as "
                 "in Engine('mine', prepare=prepare)"
             )
+    if settings.trajectory and nproc is None:
+        raise UsageError(
+            "trajectory: expected ranks that send, as a step begins with what they reduced in the last one; "
+            "give nproc, too"
+        )
     if settings.simulate and settings.mesh is not None:
         raise UsageError("simulate: expected no mesh, whose ranks send what the others compute; omit one")
     require_count("nproc", 1 if nproc is None else nproc)

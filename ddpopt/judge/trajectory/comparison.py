@@ -1,0 +1,232 @@
+"""Compare a mode's free run with eager's: what one rank finds, and what all ranks found together.
+
+Pure functions of figures. Invariant: a step in which nothing can be said of any gradient or parameter is
+never called right.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from ddpopt.judge.rules.ladder import number_in_words
+from ddpopt.judge.training.record import LOSS, STATE, NumberKind
+from ddpopt.judge.trajectory.envelope import Band, Reach
+from ddpopt.judge.trajectory.track import MISSING, Found, Known
+from ddpopt.judge.verdict import Measured, Way
+
+ORDER = tuple(NumberKind)
+"""What is computed first in a step comes first."""
+OF_THE_TRAINING = (NumberKind.GRADIENT, NumberKind.PARAMETER)
+EQUALITY = "it must be equal, bit for bit"
+HIDDEN = "rounding may make these as large as they are, so nothing can be said of them there"
+SILENT = (
+    "{steps}: nothing can be said of any gradient or parameter, as eager runs that rounding cannot tell "
+    "apart differ by as much as the values (a chaotic model, or one that diverges); ask for {step} steps"
+)
+Bands = Sequence[Mapping[str, Band]]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One number at one step of the mode's run.
+
+    Attributes:
+        rank: the rank.
+        step: the step.
+        name: the number.
+        kind: what it depends on.
+        found: how far it is from eager's.
+        band: its envelope; None if no number differs, so that none was needed.
+        is_exact: whether it must be equal.
+    """
+
+    rank: int
+    step: int
+    name: str
+    kind: NumberKind
+    found: Found
+    band: Band | None
+    is_exact: bool
+
+    @property
+    def is_hidden(self) -> bool:
+        """Whether nothing can be said of it."""
+        return not self.is_exact and self.band is not None and not self.band.says_something
+
+    @property
+    def reach(self) -> Reach:
+        """How far into its envelope it goes."""
+        if self.band is None or self.is_hidden:
+            return Reach("nothing", 0.0, 0.0)
+        return self.band.reach(self.found.distance)
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether it is farther from eager than rounding explains, or not equal where it must be."""
+        if self.is_exact:
+            return not self.found.is_equal
+        return self.found is MISSING or self.reach.share > 1
+
+    @property
+    def weight(self) -> tuple[bool, float, float]:
+        """Larger for what is worse."""
+        return self.is_wrong, self.reach.share, self.found.ulps
+
+    @property
+    def place(self) -> tuple[int, int, bool, float]:
+        """Smaller for what is computed earlier, in the step and in the run; then for what is worse."""
+        is_parameter = self.kind is NumberKind.PARAMETER and not self.name.startswith(STATE)
+        return self.step, ORDER.index(self.kind), is_parameter, -self.reach.share
+
+    @property
+    def message(self) -> str:
+        """What is wrong with it."""
+        what = f"{number_in_words(self.name)}, step {self.step}, rank {self.rank}"
+        if self.found is MISSING:
+            return f"{what}: eager DDP has one, of that shape and dtype, and this run has not"
+        reach = self.reach
+        if self.is_exact:
+            share = f", {reach.share:.2g} of what rounding explains" if self.band is not None else ""
+            off = f"off by {self.found.distance.largest:.3g} ({self.found.ulps:.3g} ULP{share})"
+            return f"{what}: {off}; {EQUALITY}"
+        return f"{what}: {reach.measure} {reach.error:.3g}, where rounding explains {reach.bound:.3g}"
+
+    def measured(self) -> Measured:
+        """Its figures."""
+        level = "L0" if self.is_exact else "L2"
+        exact = Reach("", self.found.distance.largest, 0.0)
+        reach = exact if self.is_exact else self.reach
+        moment = f"step {self.step}"
+        return Measured(
+            self.name, level, None, self.found.ulps, reach.error, reach.bound, self.rank, self.step, moment
+        )
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """What one rank found.
+
+    Attributes:
+        wrong: the numbers of its first wrong step, what is computed first at the beginning.
+        worst: the worst step of each number.
+        hidden: numbers of which nothing can be said from some step on, with that step.
+        silent: the first step in which nothing can be said of any gradient or parameter; None if there is
+            none.
+        ways: what a picture shows.
+    """
+
+    wrong: tuple[Seen, ...]
+    worst: tuple[Seen, ...]
+    hidden: Mapping[str, int]
+    silent: int | None
+    ways: tuple[Way, ...]
+
+
+def sheet(
+    rank: int,
+    eager: Sequence[Mapping[str, Known]],
+    got: Sequence[Mapping[str, Found]],
+    bands: Bands | None,
+    *,
+    is_exact: bool,
+) -> Sheet:
+    """Compare every number of every step.
+
+    Args:
+        rank: this rank.
+        eager: what is known of eager's numbers at each step.
+        got: the mode's, next to them.
+        bands: their envelopes; None if none is needed, as no number differs.
+        is_exact: whether all must be equal.
+    """
+    seen = [*_all(rank, eager, got, bands, is_exact=is_exact)]
+    wrong = sorted((each for each in seen if each.is_wrong), key=lambda each: each.place)
+    wrong = [each for each in wrong if each.step == wrong[0].step]
+    worst: dict[str, Seen] = {}
+    hidden: dict[str, int] = {}
+    for each in seen:
+        if each.name not in worst or each.weight > worst[each.name].weight:
+            worst[each.name] = each
+        if each.is_hidden:
+            hidden.setdefault(each.name, each.step)
+    telling = {each.step for each in seen if each.kind in OF_THE_TRAINING and not each.is_hidden}
+    silent = next((step for step in range(len(eager)) if step not in telling), None)
+    first = wrong[0].name if wrong else ""
+    ways = () if bands is None else tuple(_ways(seen, first, [*worst.values()]))
+    return Sheet(tuple(wrong), tuple(worst.values()), hidden, silent, ways)
+
+
+def _all(
+    rank: int,
+    eager: Sequence[Mapping[str, Known]],
+    got: Sequence[Mapping[str, Found]],
+    bands: Bands | None,
+    *,
+    is_exact: bool,
+) -> Iterator[Seen]:
+    """All numbers, but for those that the mode does not have even in the first step: that is judged there."""
+    never = {name for name, found in got[0].items() if found is MISSING} if got else set()
+    for step, (known, numbers) in enumerate(zip(eager, got, strict=False)):
+        for name, found in numbers.items():
+            if name not in never:
+                band = None if bands is None else bands[step][name]
+                yield Seen(rank, step, name, known[name].kind, found, band, is_exact)
+
+
+def _ways(seen: Sequence[Seen], first: str, worst: Sequence[Seen]) -> Iterator[Way]:
+    """The way of the loss, of what was wrong first, and of the worst number of each kind."""
+    names = dict.fromkeys([first, LOSS])
+    for kind in OF_THE_TRAINING:
+        of_kind = [each for each in worst if each.kind is kind]
+        if of_kind:
+            names[max(of_kind, key=lambda each: each.weight).name] = None
+    for name in names:
+        own = [each for each in seen if each.name == name and each.band is not None]
+        if own:
+            distances = tuple(each.found.distance.rms for each in own)
+            bounds = tuple(each.band.rms for each in own if each.band is not None)
+            sizes = tuple(each.band.size for each in own if each.band is not None)
+            yield Way(number_in_words(name), tuple(each.step for each in own), distances, bounds, sizes)
+
+
+def first_wrong(sheets: Sequence[Sheet]) -> list[Seen]:
+    """The wrong numbers of the first step in which any rank has one, in the order of computation."""
+    wrong = sorted((each for one in sheets for each in one.wrong), key=lambda each: each.place)
+    return [each for each in wrong if each.step == wrong[0].step]
+
+
+def measured(sheets: Sequence[Sheet]) -> list[Measured]:
+    """The worst step of each number, over all ranks."""
+    worst: dict[str, Seen] = {}
+    for each in (one for sheet in sheets for one in sheet.worst):
+        if each.name not in worst or each.weight > worst[each.name].weight:
+            worst[each.name] = each
+    return [each.measured() for each in worst.values()]
+
+
+def remarks(sheets: Sequence[Sheet], steps: int) -> Iterator[str]:
+    """How near to eager the run stayed, and of what nothing can be said."""
+    worst = [each for sheet in sheets for each in sheet.worst]
+    if all(each.found.is_equal for each in worst):
+        yield f"equal to eager DDP, bit for bit, in all of {steps} steps"
+    elif worst and not any(each.is_wrong for each in worst):
+        far = max(worst, key=lambda each: each.reach.share)
+        yield (
+            f"within rounding in all of {steps} steps: at most {far.reach.share:.0%} into the envelope "
+            f"({number_in_words(far.name)}, step {far.step})"
+        )
+    hidden: dict[str, int] = {}
+    for sheet in sheets:
+        for name, step in sheet.hidden.items():
+            hidden[name] = min(step, hidden.get(name, step))
+    if hidden:
+        names = ", ".join(f"{name} (step {step})" for name, step in hidden.items())
+        yield f"{HIDDEN}: {names}"
+
+
+def silence(sheets: Sequence[Sheet], steps: int) -> str:
+    """What was not judged because the model is chaotic; empty if everything was."""
+    step = min((sheet.silent for sheet in sheets if sheet.silent is not None), default=None)
+    if step is None:
+        return ""
+    which = f"step {step}" if step == steps - 1 else f"steps from {step} on"
+    return SILENT.format(steps=which, step=step)
