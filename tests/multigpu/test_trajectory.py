@@ -18,7 +18,11 @@ from ddpopt.ranks.group import Ranks
 from tests.selftest.cells import CASE, LATE, LATE_ROWS, Cell, cells, engine_of
 
 FREE = 10
-CELLS = [*cells(LATE_ROWS)]
+CELLS = {
+    True: [*cells(LATE_ROWS)],
+    False: [cell for cell in cells(LATE_ROWS) if cell.how != "last bit"],  # that is rounding
+}
+"""By whether an engine must be equal bit for bit."""
 
 
 @contextmanager
@@ -58,7 +62,7 @@ def test_a_right_engine_is_right_and_each_cell_of_a_sample_is_found(ranks: Ranks
         trial = trial_of(runs, engine_of(None, exact=exact))
         assert (trial.status, trial.findings, trial.reason) == (Status.OK, (), "")
         assert trial.notes[0] == f"equal to eager DDP, bit for bit, in all of {FREE} steps"
-        assert missed(runs, CELLS[exact::9], exact=exact) == []
+        assert missed(runs, CELLS[exact][::9], exact=exact) == []
 
 
 @pytest.mark.nightly
@@ -66,4 +70,4 @@ def test_a_right_engine_is_right_and_each_cell_of_a_sample_is_found(ranks: Ranks
 @pytest.mark.parametrize("exact", [True, False])
 def test_each_cell_is_found(ranks: Ranks, exact: bool) -> None:
     with eager(ranks, CASE) as runs:
-        assert missed(runs, CELLS, exact=exact) == []
+        assert missed(runs, CELLS[exact], exact=exact) == []

@@ -5,27 +5,29 @@ amplifies them. How much is not derived but seen: eager trains again and again o
 tell apart (`ddpopt.judge.rules.rounding`), and the distances of these neighbors from eager at a step span the
 envelope there.
 
-Everything is a pure function of tensors, in float64. Invariant: a distance of NaN or infinity is never within
+Everything is a pure function of arrays, in float64. Invariant: a distance of NaN or infinity is never within
 an envelope.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
-from ddpopt.judge.compare import dense, exact, largest, rms, same
 from ddpopt.judge.rules.arithmetic import (
     COARSE,
     COARSE_SCALARS,
+    CREDIBLE,
     FALSE_ALARM,
     FINE_SCALARS,
     centered_factor,
-    projection,
 )
 
+Array = NDArray[Any]
 NEIGHBORS = 12
 """Runs on neighboring data; with fewer the envelope is much wider, with more it hardly becomes narrower."""
 
@@ -88,29 +90,59 @@ class Scale:
     largest_unit: float
 
 
-def scale_of(eager: Tensor) -> Scale:
-    """The scale of a number of eager's."""
-    value = _finite(exact(eager))
-    kind = dense(eager).dtype
-    if not kind.is_floating_point:
-        return Scale(rms(value), 0.0, 0.0)
-    info = torch.finfo(kind)
-    units = value.abs() * info.eps + info.smallest_normal * info.eps
-    return Scale(rms(value), rms(units), largest(units))
+def scale_of(eager: Array, dtype: torch.dtype) -> Scale:
+    """The scale of a number of eager's.
+
+    Args:
+        eager: its values.
+        dtype: the dtype that it was computed in.
+    """
+    value = _finite(eager)
+    if not dtype.is_floating_point:
+        return Scale(_rms(value), 0.0, 0.0)
+    info = torch.finfo(dtype)
+    units = np.abs(value) * info.eps + info.smallest_normal * info.eps
+    return Scale(_rms(value), _rms(units), float(units.max(initial=0.0)))
 
 
-def distance(got: Tensor, eager: Tensor) -> Distance:
-    """How far a number is from eager's, of the same shape and dtype."""
-    value, reference = exact(got), exact(eager)
-    if not bool((same(value, reference) | (value.isfinite() & reference.isfinite())).all()):
-        return NOWHERE
-    value, reference = _finite(value), _finite(reference)
-    error = (value - reference).abs()
-    return Distance(rms(error), largest(error), abs(projection(value, reference) - 1))
+def distance(got: Array, eager: Array) -> Distance:
+    """How far a number is from eager's, of the same shape."""
+    value, reference = got.astype(np.float64), eager.astype(np.float64)
+    with np.errstate(all="ignore"):
+        error = value - reference
+    if not np.isfinite(error).all():
+        alike = _alike(value, reference)
+        if not (alike | np.isfinite(error)).all():
+            return NOWHERE
+        error, reference = np.where(alike, 0.0, error), _finite(reference)
+    size = float(np.vdot(reference, reference))
+    bias = abs(float(np.vdot(error, reference))) / size if size else 0.0
+    return Distance(_rms(error), float(np.abs(error).max(initial=0.0)), bias)
 
 
-def _finite(value: Tensor) -> Tensor:
-    return value.where(value.isfinite(), 0)
+def ulps(got: Array, eager: Array, dtype: torch.dtype) -> float:
+    """The largest difference in units in the last place; infinite for whole numbers that differ."""
+    if not dtype.is_floating_point:
+        return 0.0 if np.array_equal(got, eager) else math.inf
+    info = torch.finfo(dtype)
+    value, reference = got.astype(np.float64), eager.astype(np.float64)
+    size = np.maximum(np.abs(value), np.abs(reference)).clip(info.smallest_normal)
+    with np.errstate(all="ignore"):
+        off = np.abs(value - reference) / np.ldexp(info.eps, np.frexp(size)[1] - 1)
+    off = np.where(_alike(value, reference), 0.0, np.nan_to_num(off, nan=math.inf))
+    return float(off.max(initial=0.0))
+
+
+def _alike(value: Array, reference: Array) -> Array:
+    return np.equal(value, reference) | (np.isnan(value) & np.isnan(reference))
+
+
+def _finite(value: Array) -> Array:
+    return np.where(np.isfinite(value), value, 0.0).astype(np.float64)
+
+
+def _rms(value: Array) -> float:
+    return math.sqrt(float(np.vdot(value, value)) / value.size) if value.size else 0.0
 
 
 @dataclass(frozen=True)
@@ -122,7 +154,7 @@ class Band:
         rms: the largest root mean square of a distance that it allows.
         largest: the largest difference of one element that it allows.
         bias: how far the projection on eager's values may be from 1.
-        spread: the root mean square distance of the neighbors.
+        spread: the root mean square distance of the neighbors, with what they share.
     """
 
     size: float
@@ -169,12 +201,21 @@ class Reach:
         return self.error / self.bound if self.bound > 0 and math.isfinite(self.error) else math.inf
 
 
-def band(scale: Scale, neighbors: Sequence[Distance], chance: float = FALSE_ALARM) -> Band:
+ROUNDINGS = 4.0
+"""Units in the last place by which a number that no neighbor moves may differ: each run rounds it, and may
+add it up in another order."""
+
+
+def band(
+    scale: Scale, neighbors: Sequence[Distance], own: Distance | None = None, chance: float = FALSE_ALARM
+) -> Band:
     """The envelope that the neighbors of a number span.
 
     Args:
         scale: of eager's number.
         neighbors: the distances of its neighbors; a neighbor that has no such number is infinitely far.
+        own: the distance of a run in float64: the errors that eager and all its neighbors share, such as that
+            of one order of summation. None if there is none.
         chance: the probability of calling a right number wrong.
 
     Returns:
@@ -182,13 +223,18 @@ def band(scale: Scale, neighbors: Sequence[Distance], chance: float = FALSE_ALAR
     """
     factor = envelope_factor(len(neighbors), chance)
     spread = _norm([each.rms for each in neighbors])
+    if own is None or own.rms > CREDIBLE * factor * max(spread, scale.unit):  # it took another path
+        own = Distance(0.0, 0.0, 0.0)
+    spread = math.hypot(spread, own.rms)
+    largest = math.hypot(_norm([each.largest for each in neighbors]), own.largest)
+    bias = math.hypot(_norm([each.bias for each in neighbors]), own.bias)
     unit = scale.unit / scale.rms if scale.rms else math.inf
-    scalars = COARSE_SCALARS if unit > COARSE else FINE_SCALARS
+    in_common = COARSE_SCALARS if unit > COARSE else FINE_SCALARS
     return Band(
         size=scale.rms,
-        rms=factor * spread + scale.unit,
-        largest=factor * _norm([each.largest for each in neighbors]) + scale.largest_unit,
-        bias=factor * _norm([each.bias for each in neighbors]) + scalars * unit,
+        rms=factor * spread + ROUNDINGS * scale.unit,
+        largest=factor * largest + ROUNDINGS * scale.largest_unit,
+        bias=factor * bias + in_common * unit,
         spread=spread,
     )
 

@@ -4,26 +4,27 @@ Invariant: all ranks take part in every run, so every method is a collective of 
 """
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import SGD
 
-from ddpopt.judge.engines.engine import Engine
+from ddpopt.cases.option_cases import in_dtype
+from ddpopt.judge.engines.engine import Engine, Named
 from ddpopt.judge.engines.modes import mode
 from ddpopt.judge.rules.bench import Bench
 from ddpopt.judge.rules.failing import own_of, told
 from ddpopt.judge.rules.outcome import without_reference
 from ddpopt.judge.rules.reference import Reference
-from ddpopt.judge.rules.rounding import perturbed, perturbed_state
+from ddpopt.judge.rules.rounding import perturbed, perturbed_state, widened
 from ddpopt.judge.training.trainer import Option, Trainer
 from ddpopt.judge.training.updating import LEARNING_RATE, MOMENTUM, Recipe
-from ddpopt.judge.trajectory.envelope import NEIGHBORS, NOWHERE, Band, Distance, band
+from ddpopt.judge.trajectory.envelope import NEIGHBORS, NOWHERE, Band, Distance, Scale, band
 from ddpopt.judge.trajectory.track import Next, Track
 
 WITH_STATE = Recipe(SGD, {"lr": LEARNING_RATE, "momentum": MOMENTUM})
@@ -72,7 +73,7 @@ class FreeRun:
 
     def next_to(self, engine: Engine, backend: Any, tamper: Tamper) -> Next | None:
         """Train freely in a mode; None if that fails on any rank."""
-        found = Next(self.track)
+        found = Next(self.track, is_judged=True)
 
         def tampered(trainer: Trainer) -> None:
             _less(trainer)
@@ -84,26 +85,25 @@ class FreeRun:
         found.graphs = len(record.graphs)
         return found
 
-    def restore(self, model: nn.Module, step: int) -> None:
-        """Set a model's parameters and buffers to those that a step left."""
-        state = self.track.state(step)
-        with torch.no_grad():
-            for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-                if name in state:
-                    tensor.copy_(state[name].view_as(tensor))
-
     def bands(self) -> list[dict[str, Band]]:
         """The envelope of each number at each step."""
         if self._bands is None:
             neighbors = list(self._neighbors())
+            wide = self._in_float64()
             self._bands = [
-                {
-                    name: band(known.scale, [_distance(each, place, name) for each in neighbors] or [NOWHERE])
-                    for name, known in numbers.items()
-                }
+                {name: _band(known.scale, place, name, neighbors, wide) for name, known in numbers.items()}
                 for place, numbers in enumerate(self.track.steps)
             ]
         return self._bands
+
+    def _in_float64(self) -> Next | None:
+        """Eager in float64; None if that fails."""
+        state = widened(self.reference.eager.start)
+        found = Next(self.track, is_wide=True)
+        case = in_dtype(self.bench.subject.adapted, torch.float64)
+        begin = partial(_from, state)
+        record = self.bench.run(mode("eager"), None, case=case, each=found.take, tamper=begin)
+        return None if record is None else found
 
     def _neighbors(self) -> Iterator[Next]:
         """Eager on data that rounding cannot tell apart, from parameters that it cannot tell apart."""
@@ -113,11 +113,7 @@ class FreeRun:
         for number in range(1, NEIGHBORS + 1):
             state = perturbed_state(start, number, computes)
             found = Next(self.track)
-
-            def begin(trainer: Trainer, state: Any = state) -> None:
-                _less(trainer)
-                trainer.parallel.load(state)
-
+            begin = partial(_from, state)
             moved = perturbed(case, number, computes)
             if self.bench.run(mode("eager"), None, case=moved, each=found.take, tamper=begin) is not None:
                 yield found
@@ -129,6 +125,17 @@ class FreeRun:
 def _less(trainer: Trainer) -> None:
     """The state of the process at each step is judged in the single steps."""
     trainer.sees_all = False
+
+
+def _from(state: Named, trainer: Trainer) -> None:
+    """Begin with these parameters and buffers."""
+    _less(trainer)
+    trainer.parallel.load(state)
+
+
+def _band(scale: Scale, place: int, name: str, neighbors: Sequence[Next], wide: Next | None) -> Band:
+    far = [_distance(each, place, name) for each in neighbors]
+    return band(scale, far or [NOWHERE], None if wide is None else _distance(wide, place, name))
 
 
 def _distance(neighbor: Next, place: int, name: str) -> Distance:

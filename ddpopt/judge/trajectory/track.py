@@ -4,26 +4,24 @@ Invariant: whatever the number of steps, of eager's run one step is in memory, a
 but a few figures for each number and step.
 """
 
-from collections.abc import Mapping
+import pickle
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ddpopt.judge.compare import bitwise, dense, ulps
-from ddpopt.judge.engines.engine import Named
+from ddpopt.judge.compare import dense
 from ddpopt.judge.training.record import (
     BUFFER,
     PARAMETER,
     STATE,
     NumberKind,
     RecordedStep,
-    alike,
     is_rounded,
     left_behind,
 )
-from ddpopt.judge.trajectory.envelope import NOWHERE, Distance, Scale, distance, scale_of
+from ddpopt.judge.trajectory.envelope import NOWHERE, Array, Distance, Scale, distance, scale_of, ulps
 
 
 def numbers_of(step: RecordedStep) -> dict[str, tuple[NumberKind, Tensor]]:
@@ -40,10 +38,12 @@ class Known:
 
     Attributes:
         kind: what it depends on.
+        dtype: its dtype.
         scale: its size.
     """
 
     kind: NumberKind
+    dtype: torch.dtype
     scale: Scale
 
 
@@ -64,33 +64,42 @@ class Track:
     def keep(self, step: RecordedStep) -> None:
         """Keep the next step."""
         numbers = numbers_of(step)
-        tensors = {name: _own(tensor) for name, (_, tensor) in numbers.items()}
-        torch.save(tensors, self._folder / f"{len(self.steps)}.pt")
-        self.steps.append({name: Known(kind, scale_of(tensor)) for name, (kind, tensor) in numbers.items()})
+        arrays = {name: array_of(tensor) for name, (_, tensor) in numbers.items()}
+        (self._folder / f"{len(self.steps)}").write_bytes(pickle.dumps(arrays, pickle.HIGHEST_PROTOCOL))
+        self.steps.append(
+            {
+                name: Known(kind, tensor.dtype, scale_of(arrays[name], dense(tensor).dtype))
+                for name, (kind, tensor) in numbers.items()
+            }
+        )
 
     def forget(self) -> None:
         """Begin again, after a run that failed."""
         self.steps.clear()
 
-    def tensors(self, step: int) -> Named:
-        """The numbers of a step."""
-        found: Named = torch.load(self._folder / f"{step}.pt", weights_only=True)
+    def arrays(self, step: int) -> dict[str, Array]:
+        """The numbers of a step; complex ones as pairs."""
+        found: dict[str, Array] = pickle.loads((self._folder / f"{step}").read_bytes())
         return found
 
-    def state(self, step: int) -> Named:
-        """The parameters and buffers that a step left."""
-        tensors = self.tensors(step)
-        return {
-            name.removeprefix(prefix): tensor
-            for prefix in (PARAMETER, BUFFER)
-            for name, tensor in tensors.items()
-            if name.startswith(prefix)
-        }
+    def restore(self, model: nn.Module, step: int) -> None:
+        """Set a model's parameters and buffers to those that a step left."""
+        arrays = self.arrays(step)
+        prefixed = ((PARAMETER, model.named_parameters()), (BUFFER, model.named_buffers()))
+        with torch.no_grad():
+            for name, tensor in ((prefix + name, each) for prefix, named in prefixed for name, each in named):
+                if name in arrays:
+                    (torch.view_as_real(tensor) if tensor.is_complex() else tensor).copy_(
+                        torch.from_numpy(arrays[name])
+                    )
 
 
-def _own(tensor: Tensor) -> Tensor:
-    """A tensor on the CPU that keeps nothing else alive."""
-    return dense(tensor).cpu().clone()
+def array_of(tensor: Tensor) -> Array:
+    """A copy of a tensor's values; what NumPy has no dtype for is widened."""
+    own = dense(tensor)
+    if own.is_floating_point() and own.element_size() < 4:
+        own = own.float()
+    return own.cpu().numpy().copy()
 
 
 @dataclass(frozen=True)
@@ -100,7 +109,7 @@ class Found:
     Attributes:
         distance: how far it is.
         ulps: the same in units in the last place; 0 if it is equal bit for bit.
-        is_equal: whether it is.
+        is_equal: whether it is; the two zeros are equal, and so are NaNs.
     """
 
     distance: Distance
@@ -117,14 +126,18 @@ class Next:
 
     Args:
         track: eager's run.
+        is_wide: whether it computes in float64, whatever eager computes in.
+        is_judged: whether differences are also counted in units in the last place.
 
     Attributes:
         steps: for each step, the numbers that eager has.
         graphs: the number of compiled graphs.
     """
 
-    def __init__(self, track: Track) -> None:
+    def __init__(self, track: Track, *, is_wide: bool = False, is_judged: bool = False) -> None:
         self._track = track
+        self._is_wide = is_wide
+        self._is_judged = is_judged
         self.steps: list[dict[str, Found]] = []
         self.graphs = 0
 
@@ -133,19 +146,21 @@ class Next:
         place = len(self.steps)
         if place == len(self._track.steps):  # it takes more steps than eager, which L3 reports
             return
+        known = self._track.steps[place]
         got = {name: tensor for name, (_, tensor) in numbers_of(step).items()}
+        eager = self._track.arrays(place)
         self.steps.append(
-            {name: _found(got, name, value) for name, value in self._track.tensors(place).items()}
+            {name: self._found(got.get(name), eager[name], known[name].dtype) for name in eager}
         )
 
-
-def _found(numbers: Mapping[str, Tensor], name: str, eager: Tensor) -> Found:
-    if name not in numbers:
-        return MISSING
-    got = _own(numbers[name])
-    if not alike(got, eager):
-        return MISSING
-    if bitwise(got, eager).right:
-        return EQUAL
-    off = ulps(got, eager) if got.is_floating_point() else float("inf")
-    return Found(distance(got, eager), off, is_equal=False)
+    def _found(self, got: Tensor | None, eager: Array, dtype: torch.dtype) -> Found:
+        if got is None or (got.dtype != dtype and not self._is_wide):
+            return MISSING
+        value = array_of(got)
+        if value.shape != eager.shape:
+            return MISSING
+        far = distance(value, eager)
+        if far.largest == 0:
+            return EQUAL
+        off = ulps(value, eager, dense(got).dtype) if self._is_judged else float("nan")
+        return Found(far, off, is_equal=False)

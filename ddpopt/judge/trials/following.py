@@ -117,7 +117,7 @@ def _one_step(free: FreeRun, found: Finding, engine: Engine, backend: Any, tampe
     def model() -> Any:
         made = case.model()
         if step:
-            free.restore(made, step - 1)
+            free.track.restore(made, step - 1)
         return made
 
     def inputs(rank: int, later: int) -> Call:
