@@ -42,8 +42,11 @@ def state_of_torch() -> tuple[Any, ...]:
     )
 
 
-BY_NIGHT = ("fully_shard-blocks", "fsdp1", "replicate-fsdp", "hsdp", "ddpopt-step-coalesced")
-"""Modes that another one by day is much like."""
+BY_NIGHT = (
+    "fully_shard", "fully_shard-blocks", "fsdp1", "replicate-fsdp", "hsdp", "ddpopt-step-coalesced",
+    "python_reducer",
+)  # fmt: skip
+"""Modes that another one by day is much like, or that tests of their own run by day."""
 
 
 @pytest.mark.parametrize(
@@ -205,7 +208,7 @@ def test_options_with_an_optimizer_need_an_engine_that_takes_one() -> None:
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize(
     "reported",
-    [pytest.param(each, marks=pytest.mark.nightly if at % 14 else ()) for at, each in enumerate(REPORTED)],
+    [pytest.param(each, marks=pytest.mark.nightly if at else ()) for at, each in enumerate(REPORTED)],
     ids=lambda reported: reported.report,
 )
 def test_each_published_bug_of_an_engine_is_found(reported: Reported) -> None:

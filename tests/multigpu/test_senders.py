@@ -178,7 +178,7 @@ SENDERS = (
     InnerWithHook,
 )  # fmt: skip
 
-BY_DAY = (HookOnIgnored, HookOnReduced, SideBySide, InnerWithHook)
+BY_DAY = (HookOnIgnored, HookOnReduced, InnerWithHook)
 SENDERS_IN_TURN = [
     pytest.param(each, marks=() if each in BY_DAY else pytest.mark.nightly) for each in SENDERS
 ]

@@ -68,9 +68,10 @@ def eager(case: Case, under: str = "default", steps: int = STEPS, **limits: Any)
 
 
 def each_option() -> list[Any]:
-    """Every option with both strategies; by day every second option with one."""
+    """Every option with both strategies; by day every fourth option with one."""
     options = [(option,) for option in OPTIONS if option.name not in NOT_HERE]
-    return [*in_turn(options[::2], BOTH), *at_night(options[1::2], BOTH)]
+    later = [option for option in options if option not in options[::4]]
+    return [*in_turn(options[::4], BOTH), *at_night(later, BOTH)]
 
 
 def named(value: Any) -> str:

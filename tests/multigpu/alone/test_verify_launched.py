@@ -41,7 +41,8 @@ def run(folder: Path, *arguments: str, ranks: tuple[str, ...] = ()) -> "subproce
     return python(*ranks, "-m", "ddpopt", "verify", *arguments, folder=folder)
 
 
-@pytest.mark.parametrize("located", [False, pytest.param(True, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("located", [False, True])
 def test_a_backend_that_is_wrong_ends_with_1_and_is_located(located: bool, folder: Path) -> None:
     options = () if located else ("--no-locate",)
     done = run(folder, "shop:small", "--backend", "doubling", "--json", "v.json", *options)
