@@ -24,12 +24,8 @@ def by_day() -> list[Any]:
     """By day one in three; of those about unnoticed writes, which are rows of one table, one in six."""
     forgotten = [defect for defect in DEFECTS if defect.name.startswith("it goes unnoticed")]
     others = [defect for defect in DEFECTS if defect not in forgotten]
-    night = [
-        defect
-        for each, share in ((forgotten, 6), (others, 3))
-        for defect in each
-        if defect not in each[::share]
-    ]
+    by_day = [*forgotten[::6], *others[::3]]
+    night = [defect for defect in DEFECTS if defect not in by_day]
     return [pytest.param(d, marks=pytest.mark.nightly if d in night else (), id=d.name) for d in DEFECTS]
 
 

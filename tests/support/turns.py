@@ -33,7 +33,7 @@ def in_turn(rows: Sequence[Sequence[Any]], strategies: Sequence[Any]) -> list[An
     ]
 
 
-def at_night(rows: Sequence[Sequence[Any]], strategies: Sequence[str]) -> list[Any]:
+def at_night(rows: Sequence[Sequence[Any]], strategies: Sequence[Any]) -> list[Any]:
     """Every row with every strategy, none of them by day."""
     marks = pytest.mark.nightly
     return [pytest.param(*row, strategy, marks=marks) for row in rows for strategy in strategies]
