@@ -129,7 +129,7 @@ class Verification:
 
                 def hear(event: object) -> None:
                     if isinstance(event, Started) and event.mode:
-                        trial = f"{event.case}: {event.mode} / {event.option}"
+                        trial = f"{event.case}: {event.mode} / {event.option}{event.way}"
                         show_line(f"{event.index + 1} of {trials}: {trial}")
 
                 return verify_all(

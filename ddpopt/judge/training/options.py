@@ -163,8 +163,8 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         "scheduled",
-        "SGD with momentum, whose learning rate a scheduler changes after each step",
-        recipe=Recipe(SGD, MOMENTUM, CYCLE),
+        "SGD with momentum, a scheduler that changes the learning rate after each step, and averaged weights",
+        recipe=Recipe(SGD, MOMENTUM, CYCLE, averages=True),
     ),
     Option("sync_batchnorm", "BatchNorm becomes SyncBatchNorm", adapt=cases.sync_batchnorm, local=False),
     Option(

@@ -98,7 +98,7 @@ def _ways(trainer: Trainer, option: Option) -> tuple[Callable[[], None], Callabl
     recipe = option.recipe
     captures_update = option.finish_step is None and (recipe is None or recipe.kind is SGD)
     take = whole_step(trainer, option.take_step, whole, captures_update=captures_update)
-    return take, trainer.updates.follow_schedule if captures_update else trainer.updates.step
+    return take, trainer.updates.follow if captures_update else trainer.updates.step
 
 
 @contextlib.contextmanager
@@ -189,7 +189,8 @@ def record_training_step(
 
 
 def _optimizer_state(trainer: Trainer) -> Named:
-    """The state of a torch optimizer, by its name and the parameter's; empty if there is none to see."""
+    """The state of a torch optimizer and averages, by name and the parameter's; empty if none are seen."""
     if trainer.parallel.is_sharded or trainer.updates.optimizer is None:
         return {}
-    return optimizer_state(trainer.updates.optimizer, trainer.parallel.named_parameters())
+    named = [*trainer.parallel.named_parameters()]
+    return optimizer_state(trainer.updates.optimizer, named) | trainer.updates.averaged(named)

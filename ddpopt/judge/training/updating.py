@@ -4,13 +4,14 @@ Invariant: `repeated` computes what the optimizer made of the gradients of a run
 wrote to the parameters.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from ddpopt.errors import UnsupportedError
 from ddpopt.judge.compare import dense
@@ -20,6 +21,8 @@ from ddpopt.judge.training.record import Record, optimizer_state
 LEARNING_RATE = 0.05
 """For plain SGD: large enough that a stale gradient or a missed update shows one step later."""
 MOMENTUM = 0.5
+DECAY = 0.9
+"""Of moving averages: small enough that an error in them shows after a few steps."""
 SCALE = 1024.0
 """Of the loss in the first step; it doubles after each."""
 
@@ -33,12 +36,14 @@ class Recipe:
         settings: its arguments besides the parameters.
         schedule: makes a scheduler, which is stepped after each step.
         scales: whether a ``GradScaler`` scales the loss, and leaves out steps whose gradients are not finite.
+        averages: whether an exponential moving average of the parameters is kept.
     """
 
     kind: type[Optimizer]
     settings: Mapping[str, Any] = field(default_factory=dict)
     schedule: Callable[[Any], Any] | None = None
     scales: bool = False
+    averages: bool = False
 
 
 def recipe_for(recipe: Recipe | None, engine: Engine, *, has_momentum: bool = True) -> Recipe | None:
@@ -69,6 +74,7 @@ class Updates:
     Attributes:
         optimizer: the optimizer, if there is one.
         scaler: the ``GradScaler``, if there is one.
+        averages: the moving averages of the parameters, in their order; empty if none are kept.
         factor: of the scaled loss, by which it overflows; a number, so that all steps compute the same.
 
     Raises:
@@ -79,10 +85,13 @@ class Updates:
         self._engine = engine
         self.optimizer: Any = None
         self.scaler: Any = None
+        self.averages: list[Tensor] = []
         self.factor = 1.0
         self._schedule: Any = None
         if recipe is None:
             return
+        if recipe.averages and not engine.is_sharded:
+            self.averages = [each.detach().clone() for each in engine.model.parameters()]
         if engine.replaces("step") and not engine.replaces("optimizer"):
             raise UnsupportedError(f"{engine.name} has a step() of its own, but no optimizer()")
         self.optimizer = engine.optimizer(recipe.kind, **recipe.settings)
@@ -104,12 +113,21 @@ class Updates:
         else:
             self.scaler.step(self.optimizer)
             self.scaler.update()
-        self.follow_schedule()
+        self.follow()
 
-    def follow_schedule(self) -> None:
-        """Set the learning rate of the next step, if there is a scheduler."""
+    def follow(self) -> None:
+        """Set the learning rate of the next step, if there is a scheduler, and update the averages."""
         if self._schedule is not None:
             self._schedule.step()
+        if self.averages:
+            parameters = [each.detach() for each in self._engine.model.parameters()]
+            average = get_ema_multi_avg_fn(DECAY)  # type: ignore[no-untyped-call]  # of torch
+            average(self.averages, parameters, None)
+
+    def averaged(self, named: Sequence[tuple[str, nn.Parameter]]) -> Named:
+        """Copies of the averages by the names of their parameters; empty if none are kept."""
+        names = [name for name, _ in named]
+        return {f"average of {name}": each.clone() for name, each in zip(names, self.averages, strict=False)}
 
     def state(self) -> list[Any]:
         """What a checkpoint has of the updates."""
@@ -165,5 +183,6 @@ def repeated(record: Record) -> list[Updated]:
             updates.step()
         named = [*zip(names, parameters, strict=True)]
         state = {} if updates.optimizer is None else optimizer_state(updates.optimizer, named)
+        state |= updates.averaged(named)
         found.append(Updated({name: p.detach().clone() for name, p in named}, state))
     return found

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ddpopt.judge.rules.ladder import number_in_words
 from ddpopt.judge.training.record import LOSS, STATE, NumberKind
 from ddpopt.judge.trajectory.envelope import Band, Reach
-from ddpopt.judge.trajectory.track import MISSING, Found, Known
+from ddpopt.judge.trajectory.track import Found, Known
 from ddpopt.judge.verdict import Measured, Way
 
 ORDER = tuple(NumberKind)
@@ -64,7 +64,7 @@ class Seen:
         """Whether it is farther from eager than rounding explains, or not equal where it must be."""
         if self.is_exact:
             return not self.found.is_equal
-        return self.found is MISSING or self.reach.share > 1
+        return self.found.is_missing or self.reach.share > 1
 
     @property
     def weight(self) -> tuple[bool, float, float]:
@@ -81,7 +81,7 @@ class Seen:
     def message(self) -> str:
         """What is wrong with it."""
         what = f"{number_in_words(self.name)}, step {self.step}, rank {self.rank}"
-        if self.found is MISSING:
+        if self.found.is_missing:
             return f"{what}: eager DDP has one, of that shape and dtype, and this run has not"
         reach = self.reach
         if self.is_exact:
@@ -139,6 +139,10 @@ def sheet(
         is_exact: whether all must be equal.
     """
     seen = [*_all(rank, eager, got, bands, is_exact=is_exact)]
+    telling = {each.step for each in seen if each.kind in OF_THE_TRAINING and not each.is_hidden}
+    silent = next((step for step in range(len(eager)) if step not in telling), None)
+    if silent is not None:  # what follows from a step of which nothing is known says nothing either
+        seen = [each for each in seen if each.step < silent]
     wrong = sorted((each for each in seen if each.is_wrong), key=lambda each: each.place)
     wrong = [each for each in wrong if each.step == wrong[0].step]
     worst: dict[str, Seen] = {}
@@ -148,8 +152,6 @@ def sheet(
             worst[each.name] = each
         if each.is_hidden:
             hidden.setdefault(each.name, each.step)
-    telling = {each.step for each in seen if each.kind in OF_THE_TRAINING and not each.is_hidden}
-    silent = next((step for step in range(len(eager)) if step not in telling), None)
     first = wrong[0].name if wrong else ""
     ways = () if bands is None else tuple(_ways(seen, first, [*worst.values()]))
     return Sheet(tuple(wrong), tuple(worst.values()), hidden, silent, ways)
@@ -164,7 +166,7 @@ def _all(
     is_exact: bool,
 ) -> Iterator[Seen]:
     """All numbers, but for those that the mode does not have even in the first step: that is judged there."""
-    never = {name for name, found in got[0].items() if found is MISSING} if got else set()
+    never = {name for name, found in got[0].items() if found.is_missing} if got else set()
     for step, (known, numbers) in enumerate(zip(eager, got, strict=False)):
         for name, found in numbers.items():
             if name not in never:
@@ -206,12 +208,14 @@ def measured(sheets: Sequence[Sheet]) -> list[Measured]:
 def remarks(sheets: Sequence[Sheet], steps: int) -> Iterator[str]:
     """How near to eager the run stayed, and of what nothing can be said."""
     worst = [each for sheet in sheets for each in sheet.worst]
+    silent = first_silent(sheets)
+    which = f"in all of {steps} steps" if silent is None else f"before step {silent}"
     if all(each.found.is_equal for each in worst):
-        yield f"equal to eager DDP, bit for bit, in all of {steps} steps"
+        yield f"equal to eager DDP, bit for bit, {which}"
     elif worst and not any(each.is_wrong for each in worst):
         far = max(worst, key=lambda each: each.reach.share)
         yield (
-            f"within rounding in all of {steps} steps: at most {far.reach.share:.0%} into the envelope "
+            f"within rounding {which}: at most {far.reach.share:.0%} into the envelope "
             f"({number_in_words(far.name)}, step {far.step})"
         )
     hidden: dict[str, int] = {}
@@ -223,9 +227,14 @@ def remarks(sheets: Sequence[Sheet], steps: int) -> Iterator[str]:
         yield f"{HIDDEN}: {names}"
 
 
+def first_silent(sheets: Sequence[Sheet]) -> int | None:
+    """The first step of which no rank can say anything; None if there is none."""
+    return min((sheet.silent for sheet in sheets if sheet.silent is not None), default=None)
+
+
 def silence(sheets: Sequence[Sheet], steps: int) -> str:
     """What was not judged because the model is chaotic; empty if everything was."""
-    step = min((sheet.silent for sheet in sheets if sheet.silent is not None), default=None)
+    step = first_silent(sheets)
     if step is None:
         return ""
     which = f"step {step}" if step == steps - 1 else f"steps from {step} on"

@@ -110,15 +110,17 @@ class Found:
         distance: how far it is.
         ulps: the same in units in the last place; 0 if it is equal bit for bit.
         is_equal: whether it is; the two zeros are equal, and so are NaNs.
+        is_missing: whether this run has no such number of eager's shape and dtype.
     """
 
     distance: Distance
     ulps: float = 0.0
     is_equal: bool = True
+    is_missing: bool = False
 
 
 EQUAL = Found(Distance(0.0, 0.0, 0.0))
-MISSING = Found(NOWHERE, float("inf"), is_equal=False)
+MISSING = Found(NOWHERE, float("inf"), is_equal=False, is_missing=True)
 
 
 class Next:

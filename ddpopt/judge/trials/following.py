@@ -81,7 +81,7 @@ def _compared(free: FreeRun, got: Next, *, is_exact: bool) -> dict[str, Any]:
     ranks = free.bench.ranks
     steps = len(free.track.steps)
     differs = any(ranks.gather(any(not each.is_equal for step in got.steps for each in step.values())))
-    bands = free.bands() if differs or not is_exact else None
+    bands = free.bands() if differs else None
     sheets = ranks.gather(sheet(ranks.rank, free.track.steps, got.steps, bands, is_exact=is_exact))
     level = "L0" if is_exact else "L2"
     wrong = first_wrong(sheets)

@@ -96,12 +96,14 @@ class Started:
         case: name of its case.
         option: name of its option.
         mode: name of its mode; empty while the reference runs.
+        way: how it is judged, as `ddpopt.judge.verdict.Trial.way`.
     """
 
     index: int
     case: str
     option: str
     mode: str
+    way: str = ""
 
 
 @dataclass(frozen=True)
@@ -218,7 +220,7 @@ def _judged(
         singles: dict[str, Trial] = {}
         for index, trial in left:
             engine = engines[trial.mode]
-            ranks.emit(Started(index, case.name, request.option, trial.mode))
+            ranks.emit(Started(index, case.name, request.option, trial.mode, trial.way))
             with ranks.limited(settings.trial_limit_s, f"{case.name}: {trial.mode} / {request.option}"):
                 if reference is None:
                     trial = replace(trial, case=case.name, **impossible)
