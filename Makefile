@@ -47,16 +47,17 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 # torch is installed first: the project's own range would otherwise fetch its newest release.
+# Python compiles a module when it is first imported, and most of torch never is: so pip does not compile.
 $(TEST_STAMP): pyproject.toml | $(BIN)/python
 	@rm -f $(VENV)/.installed-*
-	$(PIP) install "torch==$(TORCH_VERSION)"
-	$(PIP) install -e ".[test]"
+	$(PIP) install --no-compile "torch==$(TORCH_VERSION)"
+	$(PIP) install --no-compile -e ".[test]"
 	@touch $@
 
 $(DEV_STAMP): pyproject.toml | $(BIN)/python
 	@rm -f $(VENV)/.installed-*
-	$(PIP) install "torch==$(TORCH_VERSION)"
-	$(PIP) install -e ".[dev]"
+	$(PIP) install --no-compile "torch==$(TORCH_VERSION)"
+	$(PIP) install --no-compile -e ".[dev]"
 	@touch $(TEST_STAMP) $@
 
 # For the scripts in ci/.

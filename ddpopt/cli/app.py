@@ -99,6 +99,20 @@ def doctor(  # one for each option of the command line
     raise typer.Exit(diagnosis.exit_code)
 
 
+@app.command(cls=Command, short_help="Say where ranks hang, from what torch's flight recorder wrote.")
+def hang(dumps: given.Dumps, world_size: given.HungRanks = None, json: given.Json = None) -> None:
+    """Compare dumps of torch's flight recorder: where ranks differ first, and who is missing.
+
+    A dump is a file for each rank, whose name ends with the rank. Exit code 1 if ranks differ or one left no
+    dump, else 3: nothing is known to be wrong.
+    """
+    from ddpopt.hang import diagnose, read
+
+    found = diagnose(read(dumps), world_size)
+    show(str(found), found.to_json(), json)
+    raise typer.Exit(found.exit_code)
+
+
 @app.command(cls=Command, short_help="Find the buckets that make a training step shortest.")
 def tune(  # noqa: PLR0913  # one for each option of the command line
     target: given.Target,

@@ -39,6 +39,16 @@ Targets = Annotated[
         help="As for 'ddpopt explain', or 'corpus' for all cases; by default, all that the baseline has.",
     ),
 ]
+Dumps = Annotated[
+    list[str],
+    typer.Argument(metavar="DUMP", help="Files of the flight recorder, or folders that hold nothing else."),
+]
+HungRanks = Annotated[
+    int | None,
+    typer.Option(
+        "--world-size", metavar="N", help="Ranks of the job; by default as many as the names of files say."
+    ),
+]
 CaseFile = Annotated[str, typer.Argument(metavar="CASE", help="A case that 'ddpopt fuzz' wrote.")]
 Ddp = Annotated[
     list[str] | None,

@@ -4,6 +4,7 @@ Plain data, without torch. Invariant: a failure that a longer limit might have p
 a mode.
 """
 
+import contextlib
 import importlib.util
 import traceback
 from collections.abc import Sequence
@@ -12,11 +13,16 @@ from pathlib import Path
 
 import ddpopt
 from ddpopt.cases.targets import users_line
-from ddpopt.errors import PlanMismatchError, UsageError
+from ddpopt.errors import PlanMismatchError, UnsupportedError, UsageError
+from ddpopt.hang.diagnosis import diagnose
+from ddpopt.hang.flights import Flight
+from ddpopt.hang.recorder import current
 from ddpopt.judge.rules.refusals import refusal_of
 
 LOST = ("connection closed by peer", "connection reset by peer", "pair closure", "timed out", "broken pipe")
 """Gloo's messages when a peer is gone; not all that its transport says, such as that sizes differ."""
+LAST = 200
+"""Collectives of a rank that are compared with its peers'."""
 SHOWN_CHARACTERS = 400
 PASSING_ON = ("torch/_ops.py", "torch/_compile.py", "_dynamo/eval_frame.py")
 """Files whose frames only forward an operator call."""
@@ -60,6 +66,7 @@ class Failure:
         lost: whether it only reports that a peer is gone.
         of_judge: whether it was raised by the judge's own code, and not by the program or its engine.
         extra: the name of the extra step that failed; empty for the others.
+        flight: the last collectives of this rank, if it waited for a peer.
     """
 
     rank: int
@@ -69,6 +76,7 @@ class Failure:
     of_judge: bool = False
     extra: str = ""
     if_ranks_differ: bool = False
+    flight: Flight | None = None
 
 
 def failure_of(rank: int, error: BaseException) -> Failure:
@@ -87,11 +95,19 @@ def failure_of(rank: int, error: BaseException) -> Failure:
     return Failure(
         rank,
         in_words(error),
+        flight=_own_flight(rank) if lost else None,
         refused=row is not None,
         lost=lost,
         of_judge=row is None and is_of_judge(error),
         if_ranks_differ=row is not None and row.if_ranks_differ,
     )
+
+
+def _own_flight(rank: int) -> Flight | None:
+    """The last collectives of this rank; None if this build of torch does not record them."""
+    with contextlib.suppress(UnsupportedError):
+        return current(rank, LAST)
+    return None
 
 
 def is_of_judge(error: BaseException) -> bool:
@@ -179,4 +195,12 @@ def stalled(failures: Sequence[Failure], size: int, limit_s: float) -> str:
         f"no rank failed on its own: each waited for another in a collective, for up to {limit_s:g} s "
         f"({told(failures)}). If a rank compiles for longer than that, raise the time limit of a trial "
         "(--timeout); if not, the ranks do not run the same collectives in the same order"
+        f"{_parting(failures)}"
     )
+
+
+def _parting(failures: Sequence[Failure]) -> str:
+    """Where the ranks part, if the flight recorder knows."""
+    flights = [failure.flight for failure in failures if failure.flight is not None]
+    partings = diagnose(flights).partings if flights else ()
+    return f": {'; '.join(map(str, partings))}" if partings else ""
