@@ -5,7 +5,7 @@ is missing, and the line of the user's code on each. Invariant: a dump is data, 
 """
 
 from ddpopt.hang.diagnosis import Hang, diagnose
-from ddpopt.hang.flights import Flight, Sent, read
+from ddpopt.hang.flights import Flight, RecordedCollective, read
 from ddpopt.hang.recorder import recording, save
 
-__all__ = ["Flight", "Hang", "Sent", "diagnose", "read", "recording", "save"]
+__all__ = ["Flight", "Hang", "RecordedCollective", "diagnose", "read", "recording", "save"]

@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from ddpopt.errors import InfrastructureError, UsageError, VerificationError, numbered
-from ddpopt.hang.flights import Flight, Sent
+from ddpopt.hang.flights import Flight, RecordedCollective
 
 MAY_DIFFER = ("all_to_all", "all_to_allv", "alltoall", "alltoall_base", "gather", "scatter")
 """Collectives whose ranks may send different sizes."""
 
 
 @dataclass(frozen=True)
-class Parting:
+class Divergence:
     """The first collective of a group in which ranks differ.
 
     Attributes:
@@ -29,8 +29,8 @@ class Parting:
 
     group: str
     number: int
-    entered: Mapping[int, Sent]
-    missing: Mapping[int, Sent | None]
+    entered: Mapping[int, RecordedCollective]
+    missing: Mapping[int, RecordedCollective | None]
     waits: tuple[int, ...] = ()
 
     def __str__(self) -> str:
@@ -53,7 +53,7 @@ def _at(line: str) -> str:
     return f" ({line})" if line else ""
 
 
-def _last(sent: Sent | None) -> str:
+def _last(sent: RecordedCollective | None) -> str:
     return f"group {sent.group}, collective {sent.number}, {sent}{_at(sent.line)}" if sent else "none"
 
 
@@ -62,22 +62,22 @@ class Hang:
     """Where ranks hang.
 
     Attributes:
-        partings: one for each group whose ranks differ; first those in which a rank sent something else.
+        divergences: one for each group whose ranks differ; first those in which a rank sent something else.
         absent: ranks that left no dump.
         last: the last collective of each rank that left one.
     """
 
-    partings: tuple[Parting, ...]
+    divergences: tuple[Divergence, ...]
     absent: tuple[int, ...]
-    last: Mapping[int, Sent | None]
+    last: Mapping[int, RecordedCollective | None]
 
     def __str__(self) -> str:
-        lines = [str(parting) for parting in self.partings]
+        lines = [str(divergence) for divergence in self.divergences]
         if self.absent:
             lines.append(
                 f"{numbered('rank', self.absent)} left no dump: ended, stopped, or not to be reached"
             )
-        if not self.partings:
+        if not self.divergences:
             lines.append("the ranks with a dump entered the same collectives; the last of each:")
             lines += [f"  rank {rank}: {_last(sent)}" for rank, sent in self.last.items()]
         return "\n".join(lines)
@@ -85,7 +85,7 @@ class Hang:
     @property
     def exit_code(self) -> int:
         """1 if ranks differ, wait, or left no dump; 3 if nothing is known to be wrong."""
-        is_known = bool(self.partings or self.absent)
+        is_known = bool(self.divergences or self.absent)
         return VerificationError.exit_code if is_known else InfrastructureError.exit_code
 
     def to_json(self) -> str:
@@ -110,7 +110,7 @@ def diagnose(flights: Sequence[Flight], size: int | None = None) -> Hang:
         raise UsageError(f"world_size: expected a positive number, got {size}")
     ranks = tuple(sorted(flight.rank for flight in flights))
     size = size or (ranks[-1] + 1 if ranks else 0)
-    groups: dict[str, dict[int, dict[int, Sent]]] = {}
+    groups: dict[str, dict[int, dict[int, RecordedCollective]]] = {}
     for flight in flights:
         for sent in flight.sent:
             groups.setdefault(sent.group, {}).setdefault(flight.rank, {})[sent.number] = sent
@@ -118,20 +118,20 @@ def diagnose(flights: Sequence[Flight], size: int | None = None) -> Hang:
         for name, of_group in flight.groups.items():
             if name in groups:
                 groups[name] |= {rank: {} for rank in of_group if rank in ranks and rank not in groups[name]}
-    found = [_parting(name, members) for name, members in groups.items() if len(members) > 1]
-    partings = sorted((each for each in found if each is not None), key=_gravity)
+    found = [_divergence(name, members) for name, members in groups.items() if len(members) > 1]
+    divergences = sorted((each for each in found if each is not None), key=_gravity)
     absent = tuple(rank for rank in range(size) if rank not in ranks)
     last = {flight.rank: flight.sent[-1] if flight.sent else None for flight in flights}
-    return Hang(tuple(partings), absent, last)
+    return Hang(tuple(divergences), absent, last)
 
 
-def _gravity(parting: Parting) -> tuple[bool, bool]:
+def _gravity(divergence: Divergence) -> tuple[bool, bool]:
     """Smaller for what more likely keeps the others waiting."""
-    kinds = {_signature(sent) for sent in parting.entered.values()}
-    return bool(parting.waits), len(kinds) < 2
+    kinds = {_signature(sent) for sent in divergence.entered.values()}
+    return bool(divergence.waits), len(kinds) < 2
 
 
-def _parting(group: str, members: Mapping[int, Mapping[int, Sent]]) -> Parting | None:
+def _divergence(group: str, members: Mapping[int, Mapping[int, RecordedCollective]]) -> Divergence | None:
     """The first difference in a group, among the collectives that all recorders still hold."""
     first = max(min(numbers, default=1) for numbers in members.values())
     last = max(max(numbers, default=1) for numbers in members.values())
@@ -143,12 +143,12 @@ def _parting(group: str, members: Mapping[int, Mapping[int, Sent]]) -> Parting |
             if number not in numbers
         }
         if missing or len({_signature(sent) for sent in entered.values()}) > 1:
-            return Parting(group, number, entered, missing)
+            return Divergence(group, number, entered, missing)
     entered = {rank: numbers[last] for rank, numbers in members.items()}
     waits = tuple(sorted(rank for rank, sent in entered.items() if sent.is_over is False))
-    return Parting(group, last, entered, {}, waits) if waits else None
+    return Divergence(group, last, entered, {}, waits) if waits else None
 
 
-def _signature(sent: Sent) -> tuple[str, str]:
+def _signature(sent: RecordedCollective) -> tuple[str, str]:
     """What must be alike on all ranks."""
     return sent.kind, "" if sent.kind in MAY_DIFFER else sent.tensors

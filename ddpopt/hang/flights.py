@@ -25,7 +25,7 @@ RANK = re.compile(r"(\d+)\D*$")
 
 
 @dataclass(frozen=True)
-class Sent:
+class RecordedCollective:
     """One collective that a rank entered.
 
     Attributes:
@@ -59,7 +59,7 @@ class Flight:
     """
 
     rank: int
-    sent: tuple[Sent, ...]
+    sent: tuple[RecordedCollective, ...]
     groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
@@ -144,11 +144,11 @@ def _named(name: str, about: str) -> str:
     return f"{name} ({about})" if about and about != "undefined" else name
 
 
-def _sent(entry: Mapping[str, Any]) -> Sent:
+def _sent(entry: Mapping[str, Any]) -> RecordedCollective:
     name, about = entry["process_group"]
     backend, _, kind = entry["profiling_name"].rpartition(":")
     sizes = zip(entry["input_dtypes"], entry["input_sizes"], strict=False)
-    return Sent(
+    return RecordedCollective(
         group=_named(str(name), about),
         number=entry["collective_seq_id"],
         kind=kind,

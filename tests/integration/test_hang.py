@@ -68,7 +68,7 @@ KINDS = {
     "another group": "group 1, collective 1: rank 1 sent all_reduce of Float [4]",
     "another size": "",
 }
-"""What each kind of job says. gloo itself ends ranks that send other sizes, before or after it is written down."""
+"""What each kind of job says. gloo itself ends ranks that send other sizes, often before that is written."""
 BY_DAY = ("another kind", "stopped")
 """The others by night."""
 

@@ -195,12 +195,12 @@ def stalled(failures: Sequence[Failure], size: int, limit_s: float) -> str:
         f"no rank failed on its own: each waited for another in a collective, for up to {limit_s:g} s "
         f"({told(failures)}). If a rank compiles for longer than that, raise the time limit of a trial "
         "(--timeout); if not, the ranks do not run the same collectives in the same order"
-        f"{_parting(failures)}"
+        f"{_divergence(failures)}"
     )
 
 
-def _parting(failures: Sequence[Failure]) -> str:
+def _divergence(failures: Sequence[Failure]) -> str:
     """Where the ranks part, if the flight recorder knows."""
     flights = [failure.flight for failure in failures if failure.flight is not None]
-    partings = diagnose(flights).partings if flights else ()
-    return f": {'; '.join(map(str, partings))}" if partings else ""
+    divergences = diagnose(flights).divergences if flights else ()
+    return f": {'; '.join(map(str, divergences))}" if divergences else ""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ddpopt.judge.rules.ladder import number_in_words
 from ddpopt.judge.training.record import LOSS, STATE, NumberKind
 from ddpopt.judge.trajectory.envelope import Band, Reach
-from ddpopt.judge.trajectory.track import Found, Known
+from ddpopt.judge.trajectory.track import Found, KnownNumber
 from ddpopt.judge.verdict import Measured, Way
 
 ORDER = tuple(NumberKind)
@@ -26,7 +26,7 @@ Bands = Sequence[Mapping[str, Band]]
 
 
 @dataclass(frozen=True)
-class Seen:
+class TrackedNumber:
     """One number at one step of the mode's run.
 
     Attributes:
@@ -102,7 +102,7 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Sheet:
+class RankFindings:
     """What one rank found.
 
     Attributes:
@@ -114,8 +114,8 @@ class Sheet:
         ways: what a picture shows.
     """
 
-    wrong: tuple[Seen, ...]
-    worst: tuple[Seen, ...]
+    wrong: tuple[TrackedNumber, ...]
+    worst: tuple[TrackedNumber, ...]
     hidden: Mapping[str, int]
     silent: int | None
     ways: tuple[Way, ...]
@@ -123,12 +123,12 @@ class Sheet:
 
 def sheet(
     rank: int,
-    eager: Sequence[Mapping[str, Known]],
+    eager: Sequence[Mapping[str, KnownNumber]],
     got: Sequence[Mapping[str, Found]],
     bands: Bands | None,
     *,
     is_exact: bool,
-) -> Sheet:
+) -> RankFindings:
     """Compare every number of every step.
 
     Args:
@@ -145,7 +145,7 @@ def sheet(
         seen = [each for each in seen if each.step < silent]
     wrong = sorted((each for each in seen if each.is_wrong), key=lambda each: each.place)
     wrong = [each for each in wrong if each.step == wrong[0].step]
-    worst: dict[str, Seen] = {}
+    worst: dict[str, TrackedNumber] = {}
     hidden: dict[str, int] = {}
     for each in seen:
         if each.name not in worst or each.weight > worst[each.name].weight:
@@ -154,27 +154,27 @@ def sheet(
             hidden.setdefault(each.name, each.step)
     first = wrong[0].name if wrong else ""
     ways = () if bands is None else tuple(_ways(seen, first, [*worst.values()]))
-    return Sheet(tuple(wrong), tuple(worst.values()), hidden, silent, ways)
+    return RankFindings(tuple(wrong), tuple(worst.values()), hidden, silent, ways)
 
 
 def _all(
     rank: int,
-    eager: Sequence[Mapping[str, Known]],
+    eager: Sequence[Mapping[str, KnownNumber]],
     got: Sequence[Mapping[str, Found]],
     bands: Bands | None,
     *,
     is_exact: bool,
-) -> Iterator[Seen]:
+) -> Iterator[TrackedNumber]:
     """All numbers, but for those that the mode does not have even in the first step: that is judged there."""
     never = {name for name, found in got[0].items() if found.is_missing} if got else set()
     for step, (known, numbers) in enumerate(zip(eager, got, strict=False)):
         for name, found in numbers.items():
             if name not in never:
                 band = None if bands is None else bands[step][name]
-                yield Seen(rank, step, name, known[name].kind, found, band, is_exact)
+                yield TrackedNumber(rank, step, name, known[name].kind, found, band, is_exact)
 
 
-def _ways(seen: Sequence[Seen], first: str, worst: Sequence[Seen]) -> Iterator[Way]:
+def _ways(seen: Sequence[TrackedNumber], first: str, worst: Sequence[TrackedNumber]) -> Iterator[Way]:
     """The way of the loss, of what was wrong first, and of the worst number of each kind."""
     names = dict.fromkeys([first, LOSS])
     for kind in OF_THE_TRAINING:
@@ -190,22 +190,22 @@ def _ways(seen: Sequence[Seen], first: str, worst: Sequence[Seen]) -> Iterator[W
             yield Way(number_in_words(name), tuple(each.step for each in own), distances, bounds, sizes)
 
 
-def first_wrong(sheets: Sequence[Sheet]) -> list[Seen]:
+def first_wrong(sheets: Sequence[RankFindings]) -> list[TrackedNumber]:
     """The wrong numbers of the first step in which any rank has one, in the order of computation."""
     wrong = sorted((each for one in sheets for each in one.wrong), key=lambda each: each.place)
     return [each for each in wrong if each.step == wrong[0].step]
 
 
-def measured(sheets: Sequence[Sheet]) -> list[Measured]:
+def measured(sheets: Sequence[RankFindings]) -> list[Measured]:
     """The worst step of each number, over all ranks."""
-    worst: dict[str, Seen] = {}
+    worst: dict[str, TrackedNumber] = {}
     for each in (one for sheet in sheets for one in sheet.worst):
         if each.name not in worst or each.weight > worst[each.name].weight:
             worst[each.name] = each
     return [each.measured() for each in worst.values()]
 
 
-def remarks(sheets: Sequence[Sheet], steps: int) -> Iterator[str]:
+def remarks(sheets: Sequence[RankFindings], steps: int) -> Iterator[str]:
     """How near to eager the run stayed, and of what nothing can be said."""
     worst = [each for sheet in sheets for each in sheet.worst]
     silent = first_silent(sheets)
@@ -227,12 +227,12 @@ def remarks(sheets: Sequence[Sheet], steps: int) -> Iterator[str]:
         yield f"{HIDDEN}: {names}"
 
 
-def first_silent(sheets: Sequence[Sheet]) -> int | None:
+def first_silent(sheets: Sequence[RankFindings]) -> int | None:
     """The first step of which no rank can say anything; None if there is none."""
     return min((sheet.silent for sheet in sheets if sheet.silent is not None), default=None)
 
 
-def silence(sheets: Sequence[Sheet], steps: int) -> str:
+def silence(sheets: Sequence[RankFindings], steps: int) -> str:
     """What was not judged because the model is chaotic; empty if everything was."""
     step = first_silent(sheets)
     if step is None:

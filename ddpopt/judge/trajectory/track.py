@@ -33,7 +33,7 @@ def numbers_of(step: RecordedStep) -> dict[str, tuple[NumberKind, Tensor]]:
 
 
 @dataclass(frozen=True)
-class Known:
+class KnownNumber:
     """What is known of one of eager's numbers at one step without its file.
 
     Attributes:
@@ -59,7 +59,7 @@ class Track:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.steps: list[dict[str, Known]] = []
+        self.steps: list[dict[str, KnownNumber]] = []
 
     def keep(self, step: RecordedStep) -> None:
         """Keep the next step."""
@@ -68,7 +68,7 @@ class Track:
         (self._folder / f"{len(self.steps)}").write_bytes(pickle.dumps(arrays, pickle.HIGHEST_PROTOCOL))
         self.steps.append(
             {
-                name: Known(kind, tensor.dtype, scale_of(arrays[name], dense(tensor).dtype))
+                name: KnownNumber(kind, tensor.dtype, scale_of(arrays[name], dense(tensor).dtype))
                 for name, (kind, tensor) in numbers.items()
             }
         )

@@ -11,27 +11,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddpopt.errors import UsageError
-from ddpopt.hang import Flight, Sent, diagnose, read
+from ddpopt.hang import Flight, RecordedCollective, diagnose, read
 
-KINDS = ("all_reduce", "broadcast", "all_gather")
-COLLECTIVES = st.lists(
-    st.tuples(st.sampled_from(["0 (default_pg)", "1"]), st.sampled_from(KINDS)), max_size=12
-)
+KINDS = st.sampled_from(["all_reduce", "broadcast", "all_gather"])
+COLLECTIVES = st.lists(st.tuples(st.sampled_from(["0 (default_pg)", "1"]), KINDS), max_size=12)
 
 
 def flight(rank: int, collectives: list[tuple[str, str]], size: int) -> Flight:
     count: dict[str, int] = {}
-    sent = []
+    sent: list[RecordedCollective] = []
     for group, kind in collectives:
         count[group] = count.get(group, 0) + 1
-        sent.append(Sent(group, count[group], kind, "Float [4]", f"train.py:{len(sent)} in step"))
+        sent.append(
+            RecordedCollective(group, count[group], kind, "Float [4]", f"train.py:{len(sent)} in step")
+        )
     return Flight(rank, tuple(sent), dict.fromkeys(count, tuple(range(size))))
 
 
 @given(COLLECTIVES, st.integers(1, 4))
 def test_ranks_that_sent_the_same_do_not_part(collectives: list[tuple[str, str]], size: int) -> None:
     found = diagnose([flight(rank, collectives, size) for rank in range(size)], size)
-    assert (found.partings, found.absent, found.exit_code) == ((), (), 3)
+    assert (found.divergences, found.absent, found.exit_code) == ((), (), 3)
 
 
 @given(COLLECTIVES.filter(bool), st.integers(2, 5), st.data())
@@ -47,40 +47,40 @@ def test_the_rank_that_sends_another_or_one_less_is_named_where_it_parts(
     own = collectives[:place] if ends else changed
     flights = [flight(rank, own if rank == odd else collectives, size) for rank in range(size)]
     found = diagnose(flights, size)
-    parting = next(each for each in found.partings if each.group == group)
-    assert parting.number == [name for name, _ in collectives[: place + 1]].count(group)
+    divergence = next(each for each in found.divergences if each.group == group)
+    assert divergence.number == [name for name, _ in collectives[: place + 1]].count(group)
     assert found.exit_code == 1
-    assert f"train.py:{place} in step" in str(parting)
+    assert f"train.py:{place} in step" in str(divergence)
     if ends:
-        assert [*parting.missing] == [odd]
-        assert f"rank {odd} has not entered it" in str(parting)
+        assert [*divergence.missing] == [odd]
+        assert f"rank {odd} has not entered it" in str(divergence)
     else:
-        assert parting.entered[odd].kind == "reduce_scatter"
-        assert {each.kind for rank, each in parting.entered.items() if rank != odd} == {kind}
+        assert divergence.entered[odd].kind == "reduce_scatter"
+        assert {each.kind for rank, each in divergence.entered.items() if rank != odd} == {kind}
 
 
 def test_where_all_ranks_wait_in_one_collective_it_is_named_if_the_backend_knows() -> None:
-    done = Sent("0", 1, "all_reduce", "Float [4]", is_over=True)
-    flights = [
-        Flight(rank, (done, Sent("0", 2, "all_reduce", "Float [8]", "a.py:3 in f", rank == 0)))
+    done = RecordedCollective("0", 1, "all_reduce", "Float [4]", is_over=True)
+    last = [
+        RecordedCollective("0", 2, "all_reduce", "Float [8]", "a.py:3 in f", is_over=rank == 0)
         for rank in (0, 1)
     ]
-    (parting,) = diagnose(flights).partings
-    assert str(parting) == (
-        "group 0, collective 2: all ranks entered all_reduce of Float [8] (a.py:3 in f), and it has not completed on "
-        "rank 1"
+    (divergence,) = diagnose([Flight(rank, (done, last[rank])) for rank in (0, 1)]).divergences
+    assert str(divergence) == (
+        "group 0, collective 2: all ranks entered all_reduce of Float [8] (a.py:3 in f), and it has not "
+        "completed on rank 1"
     )
 
 
 def test_what_older_recorders_have_dropped_is_not_taken_for_missing() -> None:
-    all_of_them = [Sent("0", number, "all_reduce", "Float [4]") for number in range(1, 9)]
-    assert diagnose([Flight(0, tuple(all_of_them)), Flight(1, tuple(all_of_them[4:]))]).partings == ()
+    all_of_them = [RecordedCollective("0", number, "all_reduce", "Float [4]") for number in range(1, 9)]
+    assert diagnose([Flight(0, tuple(all_of_them)), Flight(1, tuple(all_of_them[4:]))]).divergences == ()
 
 
 def test_sizes_may_differ_where_each_rank_sends_its_own() -> None:
     for kind, parts in (("all_to_all", 0), ("gather", 0), ("all_gather", 1), ("reduce_scatter", 1)):
-        flights = [Flight(rank, (Sent("0", 1, kind, f"Float [{rank}]"),)) for rank in (0, 1)]
-        assert len(diagnose(flights).partings) == parts
+        flights = [Flight(rank, (RecordedCollective("0", 1, kind, f"Float [{rank}]"),)) for rank in (0, 1)]
+        assert len(diagnose(flights).divergences) == parts
 
 
 def test_a_rank_without_a_dump_is_named() -> None:
@@ -95,7 +95,8 @@ def test_a_rank_without_a_dump_is_named() -> None:
 
 ENTRY = {
     "record_id": 0, "pg_id": 0, "process_group": ("0", "default_pg"), "collective_seq_id": 1, "is_p2p": False,
-    "profiling_name": "nccl:all_reduce", "input_sizes": [[2, 3]], "input_dtypes": ["Float"], "state": "started",
+    "profiling_name": "nccl:all_reduce", "input_sizes": [[2, 3]], "input_dtypes": ["Float"],
+    "state": "started",
     "frames": [
         {"filename": "/venv/lib/torch/distributed/distributed_c10d.py", "line": 1, "name": "all_reduce"},
         {"filename": "/home/me/train.py", "line": 7, "name": "step"},
@@ -111,10 +112,12 @@ def written(folder: Path, name: str, dump: Any) -> Path:
 
 def test_a_dump_of_nccl_is_read_with_the_users_line(tmp_path: Path) -> None:
     written(tmp_path, "nccl_trace_rank_1", {"entries": [ENTRY], "pg_config": CONFIG, "version": "2.10"})
-    written(tmp_path, ".rank_0.77", b"not finished")
+    written(tmp_path, ".writing-77", b"not finished")
     (found,) = read([tmp_path])
     line = "train.py:7 in step"
-    assert found.sent == (Sent("0 (default_pg)", 1, "all_reduce", "Float [2, 3]", line, is_over=False),)
+    assert found.sent == (
+        RecordedCollective("0 (default_pg)", 1, "all_reduce", "Float [2, 3]", line, is_over=False),
+    )
     assert (found.rank, found.groups) == (1, {"0 (default_pg)": (0, 1)})
 
 
