@@ -102,7 +102,7 @@ class TrackedNumber:
 
 
 @dataclass(frozen=True)
-class RankFindings:
+class TrajectorySheet:
     """What one rank found.
 
     Attributes:
@@ -128,7 +128,7 @@ def sheet(
     bands: Bands | None,
     *,
     is_exact: bool,
-) -> RankFindings:
+) -> TrajectorySheet:
     """Compare every number of every step.
 
     Args:
@@ -154,7 +154,7 @@ def sheet(
             hidden.setdefault(each.name, each.step)
     first = wrong[0].name if wrong else ""
     ways = () if bands is None else tuple(_ways(seen, first, [*worst.values()]))
-    return RankFindings(tuple(wrong), tuple(worst.values()), hidden, silent, ways)
+    return TrajectorySheet(tuple(wrong), tuple(worst.values()), hidden, silent, ways)
 
 
 def _all(
@@ -190,13 +190,13 @@ def _ways(seen: Sequence[TrackedNumber], first: str, worst: Sequence[TrackedNumb
             yield Way(number_in_words(name), tuple(each.step for each in own), distances, bounds, sizes)
 
 
-def first_wrong(sheets: Sequence[RankFindings]) -> list[TrackedNumber]:
+def first_wrong(sheets: Sequence[TrajectorySheet]) -> list[TrackedNumber]:
     """The wrong numbers of the first step in which any rank has one, in the order of computation."""
     wrong = sorted((each for one in sheets for each in one.wrong), key=lambda each: each.place)
     return [each for each in wrong if each.step == wrong[0].step]
 
 
-def measured(sheets: Sequence[RankFindings]) -> list[Measured]:
+def measured(sheets: Sequence[TrajectorySheet]) -> list[Measured]:
     """The worst step of each number, over all ranks."""
     worst: dict[str, TrackedNumber] = {}
     for each in (one for sheet in sheets for one in sheet.worst):
@@ -205,12 +205,12 @@ def measured(sheets: Sequence[RankFindings]) -> list[Measured]:
     return [each.measured() for each in worst.values()]
 
 
-def remarks(sheets: Sequence[RankFindings], steps: int) -> Iterator[str]:
+def remarks(sheets: Sequence[TrajectorySheet], steps: int) -> Iterator[str]:
     """How near to eager the run stayed, and of what nothing can be said."""
     worst = [each for sheet in sheets for each in sheet.worst]
     silent = first_silent(sheets)
     which = f"in all of {steps} steps" if silent is None else f"before step {silent}"
-    if all(each.found.is_equal for each in worst):
+    if worst and all(each.found.is_equal for each in worst):
         yield f"equal to eager DDP, bit for bit, {which}"
     elif worst and not any(each.is_wrong for each in worst):
         far = max(worst, key=lambda each: each.reach.share)
@@ -227,12 +227,12 @@ def remarks(sheets: Sequence[RankFindings], steps: int) -> Iterator[str]:
         yield f"{HIDDEN}: {names}"
 
 
-def first_silent(sheets: Sequence[RankFindings]) -> int | None:
+def first_silent(sheets: Sequence[TrajectorySheet]) -> int | None:
     """The first step of which no rank can say anything; None if there is none."""
     return min((sheet.silent for sheet in sheets if sheet.silent is not None), default=None)
 
 
-def silence(sheets: Sequence[RankFindings], steps: int) -> str:
+def silence(sheets: Sequence[TrajectorySheet], steps: int) -> str:
     """What was not judged because the model is chaotic; empty if everything was."""
     step = first_silent(sheets)
     if step is None:
