@@ -17,6 +17,10 @@ RANKS ?= 2
 OMP_NUM_THREADS ?= 1
 export OMP_NUM_THREADS
 
+# Tests start hundreds of processes. Where Python may not keep what it compiles, each compiles all of it again.
+PYTHONDONTWRITEBYTECODE :=
+export PYTHONDONTWRITEBYTECODE
+
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # The torch version is part of the stamp, so a changed version is installed.

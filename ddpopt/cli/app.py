@@ -259,6 +259,7 @@ def gate(  # noqa: PLR0913  # one for each option of the command line
     backend: given.Backend = given.BACKEND,
     mode: given.Modes = None,
     steps: given.Steps = given.STEPS,
+    trajectory: given.Trajectory = None,
     device: given.Device = None,
     json: given.Json = None,
     report: given.Reports = None,
@@ -273,6 +274,7 @@ def gate(  # noqa: PLR0913  # one for each option of the command line
     from ddpopt.judge.engines.modes import MODES
 
     asked: dict[str, Any] = {"nproc": nproc, "backend": backend, "steps": steps, "device": device}
+    asked["trajectory"] = trajectory
     sources = {name: context.get_parameter_source(name) for name in asked}
     asked = {name: asked[name] for name, source in sources.items() if source and source.name == "COMMANDLINE"}
     if mode is not None:

@@ -41,6 +41,7 @@ class Measuring:
         nproc: the number of ranks.
         steps: the number of training steps.
         device: ``"cpu"`` or ``"cuda"``; None for a GPU for each rank if there are enough.
+        trajectory: the number of steps that are also trained freely; 0 for none.
     """
 
     targets: tuple[str, ...] = ()
@@ -49,6 +50,7 @@ class Measuring:
     nproc: int = 2
     steps: int = 3
     device: str | None = None
+    trajectory: int = 0
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,10 @@ class Baseline:
 
     def to_text(self) -> str:
         """The text to write to the file."""
-        data = {KEY: FORMAT, "settings": asdict(self.settings), "measured": self.measured}
+        settings = asdict(self.settings)
+        if not self.settings.trajectory:  # as in files of versions that had none
+            del settings["trajectory"]
+        data = {KEY: FORMAT, "settings": settings, "measured": self.measured}
         return json.dumps(data, indent=1, sort_keys=True, allow_nan=False) + "\n"
 
 

@@ -33,6 +33,8 @@ from ddpopt.judge.rules.reference import Reference
 from ddpopt.judge.training.options import option
 from ddpopt.judge.training.record import Record
 from ddpopt.judge.training.trainer import Trainer
+from ddpopt.judge.trajectory.free import FreeRuns, free_runs
+from ddpopt.judge.trials.following import follow
 from ddpopt.judge.trials.judge import judge
 from ddpopt.judge.verdict import Status, Trial
 from ddpopt.ranks.group import Ranks, new_group
@@ -44,6 +46,9 @@ PLAN = "plan"
 OK = "ok"
 FAILURE = "failure"
 VERDICT = "verdict"
+TRAJECTORY = "verdict on its trajectory"
+EQUAL, WITHIN = "equal to eager DDP, bit for bit", "within the rounding of eager DDP"
+"""What a trajectory is if it is right: words, so that they are the same on every machine."""
 OVERLAP = "overlap, as a share of eager DDP's"
 
 
@@ -53,6 +58,7 @@ def failures(figures: Mapping[str, Mapping[str, Figure]]) -> list[str]:
     for place, measured in figures.items():
         for name, value in measured.items():
             fails = name == FAILURE or (name == VERDICT and value != OK)
+            fails |= name == TRAJECTORY and value not in (EQUAL, WITHIN)
             if fails or (name == OVERLAP and isinstance(value, str)):
                 found.append(f"{place}: {name}: {value}")
     return found
@@ -110,16 +116,20 @@ def _mode_figures(
             texts = "; ".join(dict.fromkeys(failure.text for failure in bench.failures))
             return {name: {VERDICT: f"eager DDP itself fails: {texts}"} for name in settings.modes}
         eager = _overlap(case, mode("eager"), None, ranks)
-        return {name: _of_mode(mode(name), reference, backend, eager, case, ranks) for name in settings.modes}
+        with free_runs(reference, settings.trajectory) as runs:
+            return {name: _of_mode(mode(name), runs, backend, eager, case, ranks) for name in settings.modes}
 
 
 def _of_mode(
-    how: Engine, reference: Reference, backend: Any, eager: "_Overlap", case: Case, ranks: Ranks
+    how: Engine, runs: FreeRuns, backend: Any, eager: "_Overlap", case: Case, ranks: Ranks
 ) -> dict[str, Figure]:
     trainers: list[Trainer] = []
+    reference = runs.reference
     trial = judge(reference, how, backend, tamper=trainers.append, exact=backend in EXACT)
     finished = [one.record for one in trainers if len(one.record.steps) == reference.bench.subject.steps]
     verdict: dict[str, Figure] = {VERDICT: _verdict(trial)}
+    if runs.steps:
+        verdict[TRAJECTORY] = _of_trajectory(follow(runs, how, backend, trial))
     if any(ranks.gather(not finished or not trial.measured)):
         return verdict
     own = _overlap(case, how, backend, ranks)
@@ -130,6 +140,12 @@ def _of_mode(
         "compiled by the backend": own[1],
         OVERLAP: _ratio(own[0], eager[0], ranks),
     }
+
+
+def _of_trajectory(trial: Trial) -> str:
+    if trial.status is not Status.OK:
+        return _verdict(trial)
+    return EQUAL if trial.notes[0].startswith(EQUAL) else WITHIN
 
 
 def _verdict(trial: Trial) -> str:

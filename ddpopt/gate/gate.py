@@ -21,7 +21,7 @@ from ddpopt.gate.comparison import Comparison, changes
 from ddpopt.gate.figures import case_figures, failures
 from ddpopt.judge.engines.modes import mode
 from ddpopt.judge.trials.on_rank import Settings, collect_and_freeze, gc_frozen
-from ddpopt.judge.trials.runner import checked
+from ddpopt.judge.trials.runner import checked, require_count
 from ddpopt.ranks.group import Ranks
 from ddpopt.ranks.pool import launch
 
@@ -118,6 +118,8 @@ def settings_of(
         )
     settings = replace(own, targets=(*own.targets, *strangers), **given)
     checked([], Settings(backend_of(settings.backend), settings.steps), settings.nproc)
+    if settings.trajectory:
+        require_count("trajectory", settings.trajectory)
     for name in settings.modes:
         if not mode(name, "--mode").observable:
             raise UsageError(f"--mode: expected modes that use DDP's reducer, got {name!r}")

@@ -1,6 +1,7 @@
 """ddpopt.verify on several ranks: every option, every mode, and faults that are put in by hand."""
 
 import contextlib
+import re
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -27,6 +28,7 @@ from ddpopt.judge.trials.resuming import resume
 from ddpopt.judge.verdict import Status, Trial
 from ddpopt.ranks.group import joined
 from tests.selftest.clean_runs import clean_runs
+from tests.selftest.engines import Averaging
 from tests.selftest.faults import FAULTS, PLACEBOS, Fault
 from tests.selftest.trials import BACKENDS, judge_fault, try_fault, unbroken
 from tests.support.simulated_programs import case_of
@@ -187,6 +189,28 @@ def test_a_rank_that_compiles_for_longer_than_its_peers_wait_is_nothing_wrong() 
         trial = judge(reference, mode("whole"), slow_on_one_rank)
     assert (trial.status, trial.findings) == (Status.BROKEN, ())
     assert trial.reason.startswith("no rank failed on its own: each waited for another in a collective")
+
+
+class Apart(Averaging):
+    """Its second rank waits for a broadcast, its first one averages."""
+
+    def mean(self, gradient: Tensor) -> None:
+        if self.group.rank() == 1:
+            torch.distributed.broadcast(gradient, 0, group=self.group)
+        else:
+            super().mean(gradient)
+
+
+@pytest.mark.world_size(2)
+def test_where_all_ranks_wait_for_each_other_it_is_said_where_they_part() -> None:
+    with eager(PLAIN, steps=1, collective_limit_s=3.0) as reference:
+        trial = judge(reference, Apart("apart"), None)
+    assert (trial.status, trial.findings) == (Status.BROKEN, ())
+    assert re.search(
+        r"collective \d+: rank 0 sent all_reduce of Float \[.*\] \(engines.py:\d+ in mean\); "
+        r"rank 1 sent broadcast of Float \[.*\] \(test_verify.py:\d+ in mean\)",
+        trial.reason,
+    )
 
 
 @pytest.mark.world_size(2)

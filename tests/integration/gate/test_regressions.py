@@ -5,18 +5,20 @@ A message has all that changed: so each test shows too that what it leaves alone
 
 import re
 from dataclasses import replace
+from itertools import count
+from typing import Any
 
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from torch import nn
+from torch import fx, nn
 
 import ddpopt.dynamo.backend
 from ddpopt.cases.case import Case
 from ddpopt.errors import UnsupportedError
 from ddpopt.gate.baseline import Figures, Measuring
 from ddpopt.gate.comparison import Comparison, changes
-from ddpopt.gate.figures import case_figures, failures
+from ddpopt.gate.figures import EQUAL, OK, TRAJECTORY, VERDICT, case_figures, failures
 from ddpopt.ranks.group import Ranks, joined
 from ddpopt.testing.drawn import DrawnModel, step
 
@@ -146,3 +148,25 @@ def test_a_model_that_no_longer_runs(inline: Figures) -> None:
     assert "failure: absent before, it cannot be planned: " in text
     assert re.search("verdict: ok before, eager DDP itself fails: RuntimeError: .*mat1 and mat2", text)
     assert len(failures(found["stack"])) == 2
+
+
+def late(gm: fx.GraphModule, example_inputs: Any) -> Any:
+    """A backend whose code is right for twenty calls."""
+    calls = count()
+
+    def run(*args: Any) -> Any:
+        outputs = gm.forward(*args)
+        return [output * 1.001 for output in outputs] if next(calls) >= 20 else outputs
+
+    return run
+
+
+def test_a_trajectory_that_drifts_where_single_steps_are_right(alone: Ranks) -> None:
+    settings = replace(INLINE, trajectory=25)
+    with joined() as ranks:
+        right = case_figures(stack(), settings, "aot_eager", ranks)["ddpopt-inline"]
+        wrong = {"ddpopt-inline": case_figures(stack(), settings, late, ranks)["ddpopt-inline"]}
+    assert (right[VERDICT], right[TRAJECTORY]) == (OK, EQUAL)
+    (failure,) = failures(wrong)
+    assert failure.startswith(f"ddpopt-inline: {TRAJECTORY}: wrong: L2: from step 20 on: ")
+    assert "one step from eager's state before it is right" in failure

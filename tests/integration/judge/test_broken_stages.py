@@ -68,7 +68,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-BY_DAY = ("ladder",)
+BY_DAY = ("reference",)
 
 
 @pytest.mark.parametrize(
