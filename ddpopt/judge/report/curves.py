@@ -10,8 +10,11 @@ from dataclasses import dataclass
 
 from ddpopt.judge.verdict import Way
 
-WIDTH, HEIGHT = 640.0, 170.0
-LEFT, TOP, BOTTOM = 64.0, 10.0, 24.0
+WIDTH = 640.0
+HEIGHT = 170.0
+LEFT = 64.0
+TOP = 10.0
+BOTTOM = 24.0
 """Room for the figures at the left and below, in pixels."""
 MOST_TICKS = 5
 
@@ -67,8 +70,10 @@ def curve(way: Way) -> Curve:
 def _told(way: Way, outside: int) -> str:
     if not way.steps:
         return f"{way.name}: no step"
-    distance, bound = way.distances[-1], way.bounds[-1]
-    last = f"{distance:.2g} from eager at step {way.steps[-1]}, where rounding explains {bound:.2g}"
+    last = (
+        f"{way.distances[-1]:.2g} from eager at step {way.steps[-1]}, where rounding explains "
+        f"{way.bounds[-1]:.2g}"
+    )
     return f"{way.name}: {last}; outside of the envelope in {outside} of {len(way.steps)} steps"
 
 
@@ -77,9 +82,8 @@ class _Scale:
 
     def __init__(self, way: Way) -> None:
         values = [value for value in (*way.distances, *way.bounds, *way.sizes) if 0 < value < math.inf]
-        low, high = min(values, default=1e-9), max(values, default=1.0)
-        self.low = math.floor(math.log10(low))
-        self.high = max(math.ceil(math.log10(high)), self.low + 1)
+        self.low = math.floor(math.log10(min(values, default=1e-9)))
+        self.high = max(math.ceil(math.log10(max(values, default=1.0))), self.low + 1)
         self._first = way.steps[0] if way.steps else 0
         self._spread = max(way.steps[-1] - self._first, 1) if way.steps else 1
 

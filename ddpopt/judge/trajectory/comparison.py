@@ -34,7 +34,7 @@ class TrackedNumber:
         step: the step.
         name: the number.
         kind: what it depends on.
-        found: how far it is from eager's.
+        compared: how far it is from eager's.
         band: its envelope; None if no number differs, so that none was needed.
         is_exact: whether it must be equal.
     """
@@ -43,7 +43,7 @@ class TrackedNumber:
     step: int
     name: str
     kind: NumberKind
-    found: Found
+    compared: Found
     band: Band | None
     is_exact: bool
 
@@ -57,19 +57,19 @@ class TrackedNumber:
         """How far into its envelope it goes."""
         if self.band is None or self.is_hidden:
             return Reach("nothing", 0.0, 0.0)
-        return self.band.reach(self.found.distance)
+        return self.band.reach(self.compared.distance)
 
     @property
     def is_wrong(self) -> bool:
         """Whether it is farther from eager than rounding explains, or not equal where it must be."""
         if self.is_exact:
-            return not self.found.is_equal
-        return self.found.is_missing or self.reach.share > 1
+            return not self.compared.is_equal
+        return self.compared.is_missing or self.reach.share > 1
 
     @property
     def weight(self) -> tuple[bool, float, float]:
         """Larger for what is worse."""
-        return self.is_wrong, self.reach.share, self.found.ulps
+        return self.is_wrong, self.reach.share, self.compared.ulps
 
     @property
     def place(self) -> tuple[int, int, bool, float]:
@@ -81,23 +81,23 @@ class TrackedNumber:
     def message(self) -> str:
         """What is wrong with it."""
         what = f"{number_in_words(self.name)}, step {self.step}, rank {self.rank}"
-        if self.found.is_missing:
+        if self.compared.is_missing:
             return f"{what}: eager DDP has one, of that shape and dtype, and this run has not"
         reach = self.reach
         if self.is_exact:
             share = f", {reach.share:.2g} of what rounding explains" if self.band is not None else ""
-            off = f"off by {self.found.distance.largest:.3g} ({self.found.ulps:.3g} ULP{share})"
+            off = f"off by {self.compared.distance.largest:.3g} ({self.compared.ulps:.3g} ULP{share})"
             return f"{what}: {off}; {EQUALITY}"
         return f"{what}: {reach.measure} {reach.error:.3g}, where rounding explains {reach.bound:.3g}"
 
     def measured(self) -> Measured:
         """Its figures."""
         level = "L0" if self.is_exact else "L2"
-        exact = Reach("", self.found.distance.largest, 0.0)
+        exact = Reach("", self.compared.distance.largest, 0.0)
         reach = exact if self.is_exact else self.reach
         moment = f"step {self.step}"
         return Measured(
-            self.name, level, None, self.found.ulps, reach.error, reach.bound, self.rank, self.step, moment
+            self.name, level, None, self.compared.ulps, reach.error, reach.bound, self.rank, self.step, moment
         )
 
 
@@ -138,22 +138,22 @@ def sheet(
         bands: their envelopes; None if none is needed, as no number differs.
         is_exact: whether all must be equal.
     """
-    seen = [*_all(rank, eager, got, bands, is_exact=is_exact)]
-    telling = {each.step for each in seen if each.kind in OF_THE_TRAINING and not each.is_hidden}
+    numbers = [*_all(rank, eager, got, bands, is_exact=is_exact)]
+    telling = {number.step for number in numbers if number.kind in OF_THE_TRAINING and not number.is_hidden}
     silent = next((step for step in range(len(eager)) if step not in telling), None)
     if silent is not None:  # what follows from a step of which nothing is known says nothing either
-        seen = [each for each in seen if each.step < silent]
-    wrong = sorted((each for each in seen if each.is_wrong), key=lambda each: each.place)
-    wrong = [each for each in wrong if each.step == wrong[0].step]
+        numbers = [number for number in numbers if number.step < silent]
+    wrong = sorted((number for number in numbers if number.is_wrong), key=lambda number: number.place)
+    wrong = [number for number in wrong if number.step == wrong[0].step]
     worst: dict[str, TrackedNumber] = {}
     hidden: dict[str, int] = {}
-    for each in seen:
-        if each.name not in worst or each.weight > worst[each.name].weight:
-            worst[each.name] = each
-        if each.is_hidden:
-            hidden.setdefault(each.name, each.step)
+    for number in numbers:
+        if number.name not in worst or number.weight > worst[number.name].weight:
+            worst[number.name] = number
+        if number.is_hidden:
+            hidden.setdefault(number.name, number.step)
     first = wrong[0].name if wrong else ""
-    ways = () if bands is None else tuple(_ways(seen, first, [*worst.values()]))
+    ways = () if bands is None else tuple(_ways(numbers, first, [*worst.values()]))
     return TrajectorySheet(tuple(wrong), tuple(worst.values()), hidden, silent, ways)
 
 
@@ -174,46 +174,50 @@ def _all(
                 yield TrackedNumber(rank, step, name, known[name].kind, found, band, is_exact)
 
 
-def _ways(seen: Sequence[TrackedNumber], first: str, worst: Sequence[TrackedNumber]) -> Iterator[Way]:
+def _ways(numbers: Sequence[TrackedNumber], first: str, worst: Sequence[TrackedNumber]) -> Iterator[Way]:
     """The way of the loss, of what was wrong first, and of the worst number of each kind."""
     names = dict.fromkeys([first, LOSS])
     for kind in OF_THE_TRAINING:
-        of_kind = [each for each in worst if each.kind is kind]
+        of_kind = [number for number in worst if number.kind is kind]
         if of_kind:
-            names[max(of_kind, key=lambda each: each.weight).name] = None
+            names[max(of_kind, key=lambda number: number.weight).name] = None
     for name in names:
-        own = [each for each in seen if each.name == name and each.band is not None]
-        if own:
-            distances = tuple(each.found.distance.rms for each in own)
-            bounds = tuple(each.band.rms for each in own if each.band is not None)
-            sizes = tuple(each.band.size for each in own if each.band is not None)
-            yield Way(number_in_words(name), tuple(each.step for each in own), distances, bounds, sizes)
+        history = [number for number in numbers if number.name == name]
+        bands = [number.band for number in history if number.band is not None]
+        if bands:
+            yield Way(
+                name=number_in_words(name),
+                steps=tuple(number.step for number in history),
+                distances=tuple(number.compared.distance.rms for number in history),
+                bounds=tuple(band.rms for band in bands),
+                sizes=tuple(band.size for band in bands),
+            )
 
 
 def first_wrong(sheets: Sequence[TrajectorySheet]) -> list[TrackedNumber]:
     """The wrong numbers of the first step in which any rank has one, in the order of computation."""
-    wrong = sorted((each for one in sheets for each in one.wrong), key=lambda each: each.place)
-    return [each for each in wrong if each.step == wrong[0].step]
+    wrong = sorted((number for one in sheets for number in one.wrong), key=lambda number: number.place)
+    return [number for number in wrong if number.step == wrong[0].step]
 
 
 def measured(sheets: Sequence[TrajectorySheet]) -> list[Measured]:
     """The worst step of each number, over all ranks."""
     worst: dict[str, TrackedNumber] = {}
-    for each in (one for sheet in sheets for one in sheet.worst):
-        if each.name not in worst or each.weight > worst[each.name].weight:
-            worst[each.name] = each
-    return [each.measured() for each in worst.values()]
+    for number in (one for sheet in sheets for one in sheet.worst):
+        if number.name not in worst or number.weight > worst[number.name].weight:
+            worst[number.name] = number
+    return [number.measured() for number in worst.values()]
 
 
 def remarks(sheets: Sequence[TrajectorySheet], steps: int) -> Iterator[str]:
     """How near to eager the run stayed, and of what nothing can be said."""
-    worst = [each for sheet in sheets for each in sheet.worst]
+    worst = [number for sheet in sheets for number in sheet.worst]
     silent = first_silent(sheets)
     which = f"in all of {steps} steps" if silent is None else f"before step {silent}"
-    if worst and all(each.found.is_equal for each in worst):
+    if worst and all(number.compared.is_equal for number in worst):
         yield f"equal to eager DDP, bit for bit, {which}"
-    elif worst and not any(each.is_wrong for each in worst):
-        far = max(worst, key=lambda each: each.reach.share)
+    elif worst and not any(number.is_wrong for number in worst):
+        far = max(worst, key=lambda number: number.reach.share)
         yield (
             f"within rounding {which}: at most {far.reach.share:.0%} into the envelope "
             f"({number_in_words(far.name)}, step {far.step})"

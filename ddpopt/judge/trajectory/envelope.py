@@ -107,14 +107,16 @@ def scale_of(eager: Array, dtype: torch.dtype) -> Scale:
 
 def distance(got: Array, eager: Array) -> Distance:
     """How far a number is from eager's, of the same shape."""
-    value, reference = got.astype(np.float64), eager.astype(np.float64)
+    value = got.astype(np.float64)
+    reference = eager.astype(np.float64)
     with np.errstate(all="ignore"):
         error = value - reference
     if not np.isfinite(error).all():
         alike = _alike(value, reference)
         if not (alike | np.isfinite(error)).all():
             return NOWHERE
-        error, reference = np.where(alike, 0.0, error), _finite(reference)
+        error = np.where(alike, 0.0, error)
+        reference = _finite(reference)
     size = float(np.vdot(reference, reference))
     bias = abs(float(np.vdot(error, reference))) / size if size else 0.0
     return Distance(_rms(error), float(np.abs(error).max(initial=0.0)), bias)
@@ -125,7 +127,8 @@ def ulps(got: Array, eager: Array, dtype: torch.dtype) -> float:
     if not dtype.is_floating_point:
         return 0.0 if np.array_equal(got, eager) else math.inf
     info = torch.finfo(dtype)
-    value, reference = got.astype(np.float64), eager.astype(np.float64)
+    value = got.astype(np.float64)
+    reference = eager.astype(np.float64)
     size = np.maximum(np.abs(value), np.abs(reference)).clip(info.smallest_normal)
     with np.errstate(all="ignore"):
         off = np.abs(value - reference) / np.ldexp(info.eps, np.frexp(size)[1] - 1)

@@ -73,17 +73,17 @@ class FreeRun:
 
     def next_to(self, engine: Engine, backend: Any, tamper: Tamper) -> Next | None:
         """Train freely in a mode; None if that fails on any rank."""
-        found = Next(self.track, is_judged=True)
+        run = Next(self.track, is_judged=True)
 
         def tampered(trainer: Trainer) -> None:
             _less(trainer)
             tamper(trainer)
 
-        record = self.bench.run(engine, backend, each=found.take, tamper=tampered)
+        record = self.bench.run(engine, backend, each=run.take, tamper=tampered)
         if record is None:
             return None
-        found.graphs = len(record.graphs)
-        return found
+        run.graphs = len(record.graphs)
+        return run
 
     def bands(self) -> list[dict[str, Band]]:
         """The envelope of each number at each step."""
@@ -99,11 +99,11 @@ class FreeRun:
     def _in_float64(self) -> Next | None:
         """Eager in float64; None if that fails."""
         state = widened(self.reference.eager.start)
-        found = Next(self.track, is_wide=True)
+        run = Next(self.track, is_wide=True)
         case = in_dtype(self.bench.subject.adapted, torch.float64)
         begin = partial(_from, state)
-        record = self.bench.run(mode("eager"), None, case=case, each=found.take, tamper=begin)
-        return None if record is None else found
+        record = self.bench.run(mode("eager"), None, case=case, each=run.take, tamper=begin)
+        return None if record is None else run
 
     def _neighbors(self) -> Iterator[Next]:
         """Eager on data that rounding cannot tell apart, from parameters that it cannot tell apart."""
@@ -112,11 +112,11 @@ class FreeRun:
         start = self.reference.eager.start
         for number in range(1, NEIGHBORS + 1):
             state = perturbed_state(start, number, computes)
-            found = Next(self.track)
+            run = Next(self.track)
             begin = partial(_from, state)
             moved = perturbed(case, number, computes)
-            if self.bench.run(mode("eager"), None, case=moved, each=found.take, tamper=begin) is not None:
-                yield found
+            if self.bench.run(mode("eager"), None, case=moved, each=run.take, tamper=begin) is not None:
+                yield run
             else:
                 why = told(own_of(self.bench.failures))
                 self.unjudged += (f"neighboring run {number} of {NEIGHBORS} ({why})",)
@@ -134,7 +134,7 @@ def _from(state: Named, trainer: Trainer) -> None:
 
 
 def _band(scale: Scale, place: int, name: str, neighbors: Sequence[Next], wide: Next | None) -> Band:
-    far = [_distance(each, place, name) for each in neighbors]
+    far = [_distance(run, place, name) for run in neighbors]
     return band(scale, far or [NOWHERE], None if wide is None else _distance(wide, place, name))
 
 
@@ -160,27 +160,27 @@ class FreeRuns:
         self.reference = reference
         self.steps = steps
         self._folder = folder
-        self._known: dict[bool, FreeRun | None] = {}
+        self._runs: dict[bool, FreeRun | None] = {}
         self._open: list[Bench] = []
         self.failed: dict[str, Any] = {}
 
     def of(self, engine: Engine) -> FreeRun | None:
         """Eager's run for an engine; None if eager fails, in which case `failed` says how."""
         wants_state = has_state(engine, self.reference.bench.subject.option)
-        found = self._run(has_state=wants_state)
-        if found is None and wants_state:  # not every optimizer takes every gradient
-            found = self._run(has_state=False)
-        return found
+        run = self._run(has_state=wants_state)
+        if run is None and wants_state:  # not every optimizer takes every gradient
+            run = self._run(has_state=False)
+        return run
 
     def _run(self, *, has_state: bool) -> FreeRun | None:
-        if has_state not in self._known:
+        if has_state not in self._runs:
             folder = self._folder / f"{has_state}"
             folder.mkdir()
             free = FreeRun(self.reference, self.steps, folder, has_state=has_state)
             self._open.append(free.bench)
-            self._known[has_state] = free if free.run() else None
+            self._runs[has_state] = free if free.run() else None
             self.failed = without_reference(free.bench.failures, free.bench.stalled)
-        return self._known[has_state]
+        return self._runs[has_state]
 
     def close(self) -> None:
         """Destroy the process groups."""
