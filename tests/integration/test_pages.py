@@ -28,7 +28,7 @@ LEFT_OUT = ("pip install", " make ", *SCRIPTS, "cuda", "--store", "gate --baseli
 """Never run. They need the network (`make wheel-test` installs); run these tests, or take hours (test_docs.py
 knows the targets); are two scripts that run tests; need a GPU; write stored figures (a test of
 benchmarks/summary.py does so elsewhere); compare this repository's own baseline, as ci/gate.sh does."""
-BY_DAY = ("README.md", "docs/training.md")
+BY_DAY = ("README.md",)
 """What a reader tries first; the others by night."""
 MARKS = {page: () if page in BY_DAY else pytest.mark.nightly for page in BLOCKS if BLOCKS[page]}
 NIGHTLY = (

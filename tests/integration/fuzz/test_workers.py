@@ -49,6 +49,7 @@ def test_damage_that_one_model_leaves_is_not_attributed_to_the_next(worker: Work
     assert [one.kind for one in answered(worker, "pass")] == [Outcome.OK]
 
 
+@pytest.mark.nightly
 def test_a_model_that_does_not_end_is_stopped_and_reported_with_its_stacks(worker: Worker) -> None:
     (answer,) = answered(worker, "while True: pass")
     assert (answer.kind, str(answer.signature)) == (Outcome.BACKEND, "no end: within the time limit")
