@@ -426,7 +426,10 @@ LATER: dict[str, Callable[[Any, Tensor], object]] = {
 }
 
 
-@pytest.mark.parametrize("why", LATER)
+@pytest.mark.parametrize(
+    "why",
+    [pytest.param(why, marks=pytest.mark.nightly if place % 3 else ()) for place, why in enumerate(LATER)],
+)
 def test_what_a_later_step_would_ignore_is_an_error_each_time(ranks: Ranks, why: str) -> None:
     model = DDP(Net())
     optimizer, step = sgd()(model), ddpopt.train_step(plain, backend="aot_eager")

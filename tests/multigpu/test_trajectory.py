@@ -77,7 +77,7 @@ def test_a_right_engine_is_right_and_each_cell_of_a_sample_is_found(ranks: Ranks
         trial = trial_of(runs, engine_of(None, exact=exact))
         assert (trial.status, trial.findings, trial.reason) == (Status.OK, (), "")
         assert trial.notes[0] == f"equal to eager DDP, bit for bit, in all of {FREE} steps"
-        assert missed(runs, CELLS[exact][::9], exact=exact) == []
+        assert missed(runs, CELLS[exact][::16], exact=exact) == []
 
 
 @NIGHT
@@ -168,7 +168,7 @@ def scale(parameter: nn.Parameter) -> None:
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (lose, "eager DDP has one, of that shape and dtype, and this run has not"),
+        pytest.param(lose, "eager DDP has one, of that shape and dtype, and this run has not", marks=NIGHT),
         (scale, "factor that all elements have in common, off 1 by 0.01, where rounding explains"),
     ],
 )

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from hypothesis import HealthCheck, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 
-EXAMPLES: Mapping[str, int] = {"dev": 5, "ci": 40, "nightly": 10_000}
+EXAMPLES: Mapping[str, int] = {"dev": 5, "ci": 30, "nightly": 10_000}
 """How many examples a test of share 1 draws, by the name of the profile."""
 PROFILE, DATABASE = "HYPOTHESIS_PROFILE", "DDPOPT_EXAMPLE_DATABASE"
 """Name the environment variables with a profile, and with the folder of the nightly examples."""

@@ -235,9 +235,13 @@ BODIES = (
     broadcast, batch, float_in_region, bool_in_region, by_data, by_data_in_a_body,
     read_and_written_in_one_segment, input_that_is_trained_from_then_on, made_before_it_is_trained,
 )  # fmt: skip
+BODIES_IN_TURN = [
+    pytest.param(body, marks=BY_NIGHT if place % 3 else ()) for place, body in enumerate(BODIES)
+]
+"""By day every third."""
 
 
-@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+@pytest.mark.parametrize("body", BODIES_IN_TURN, ids=lambda body: body.__name__)
 def test_what_is_done_in_place_is_seen_where_eager_sees_it(body: Any) -> None:
     torch._dynamo.reset()
     model = Between(body)
@@ -270,7 +274,7 @@ def accepted_of_forbidden(model: nn.Module, inputs: Any, *forbidding: Any) -> li
     return accepted
 
 
-@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+@pytest.mark.parametrize("body", BODIES_IN_TURN, ids=lambda body: body.__name__)
 def test_the_proof_rejects_each_cut_that_planning_forbids_for_memory_or_gradients(body: Any) -> None:
     # what else planning forbids fails in Dynamo or AOTAutograd
     found = accepted_of_forbidden(Between(body), two_inputs(), *FORBIDDING)
