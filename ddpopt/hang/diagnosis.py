@@ -12,6 +12,8 @@ from ddpopt.hang.flights import Flight, RecordedCollective
 
 MAY_DIFFER = ("all_to_all", "all_to_allv", "alltoall", "alltoall_base", "gather", "scatter")
 """Collectives whose ranks may send different sizes."""
+Group = tuple[str, tuple[int, ...]]
+"""The name of a process group and its ranks, as parts of a job may have groups of one name."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +45,13 @@ class Divergence:
             waiting = numbered("rank", self.waits)
             return f"{where}: all ranks entered {what}{_at(line)}, and it has not completed on {waiting}"
         sides = [f"{numbered('rank', ranks)} sent {what}{_at(line)}" for (what, line), ranks in alike.items()]
+        behind: dict[RecordedCollective | None, list[int]] = {}
         for rank, last in self.missing.items():
-            before = f"its last was {last.number}, {last}{_at(last.line)}" if last else "and no other"
-            sides.append(f"rank {rank} has not entered it; {before}")
+            behind.setdefault(last, []).append(rank)
+        for last, ranks in behind.items():
+            have = "has" if len(ranks) == 1 else "have"
+            before = f"the last before was {last.number}, {last}{_at(last.line)}" if last else "nor another"
+            sides.append(f"{numbered('rank', ranks)} {have} not entered it; {before}")
         return f"{where}: {'; '.join(sides)}"
 
 
@@ -110,16 +116,19 @@ def diagnose(flights: Sequence[Flight], size: int | None = None) -> Hang:
         raise UsageError(f"world_size: expected a positive number, got {size}")
     ranks = tuple(sorted(flight.rank for flight in flights))
     size = size or (ranks[-1] + 1 if ranks else 0)
-    groups: dict[str, dict[int, dict[int, RecordedCollective]]] = {}
+    # a dump of another build of torch may not say who is in a group
+    have_groups = all(flight.groups for flight in flights)
+    groups: dict[Group, dict[int, dict[int, RecordedCollective]]] = {}
     for flight in flights:
         for sent in flight.sent:
-            groups.setdefault(sent.group, {}).setdefault(flight.rank, {})[sent.number] = sent
-    for flight in flights:
-        for name, of_group in flight.groups.items():
-            if name in groups:
-                groups[name] |= {rank: {} for rank in of_group if rank in ranks and rank not in groups[name]}
-    found = [_divergence(name, members) for name, members in groups.items() if len(members) > 1]
-    divergences = sorted((each for each in found if each is not None), key=_gravity)
+            group = (sent.group, flight.groups.get(sent.group, ()) if have_groups else ())
+            groups.setdefault(group, {}).setdefault(flight.rank, {})[sent.number] = sent
+    for (_, members), sent_by in groups.items():
+        for rank in members:
+            if rank in ranks:
+                sent_by.setdefault(rank, {})
+    compared = [_divergence(name, sent_by) for (name, _), sent_by in groups.items() if len(sent_by) > 1]
+    divergences = sorted((one for one in compared if one is not None), key=_gravity)
     absent = tuple(rank for rank in range(size) if rank not in ranks)
     last = {flight.rank: flight.sent[-1] if flight.sent else None for flight in flights}
     return Hang(tuple(divergences), absent, last)

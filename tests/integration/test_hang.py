@@ -59,7 +59,7 @@ other = dist.new_group([0, 1])
 with hang.recording(folder, every_s=0.2):
     train(kind, other)
 """
-LAST = "rank 1 has not entered it; its last was 2, all_reduce of Float [4]"
+LAST = "rank 1 has not entered it; the last before was 2, all_reduce of Float [4]"
 KINDS = {
     "another kind": "rank 1 sent broadcast of Float [4]",
     "stopped": LAST,

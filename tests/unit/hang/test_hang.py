@@ -83,6 +83,26 @@ def test_sizes_may_differ_where_each_rank_sends_its_own() -> None:
         assert len(diagnose(flights).divergences) == parts
 
 
+def test_groups_of_one_name_with_other_ranks_are_not_compared() -> None:
+    sent = [RecordedCollective("1", 1, kind, "Float [4]") for kind in ("all_reduce", "broadcast")]
+    flights = [
+        Flight(rank, (sent[rank // 2],), {"1": (rank // 2 * 2, rank // 2 * 2 + 1)}) for rank in range(4)
+    ]
+    assert diagnose(flights).divergences == ()
+
+
+def test_many_ranks_that_are_behind_are_named_together() -> None:
+    first = RecordedCollective("0", 1, "all_reduce", "Float [4]", "a.py:3 in f")
+    second = RecordedCollective("0", 2, "broadcast", "Float [8]", "a.py:4 in f")
+    (divergence,) = diagnose(
+        [Flight(0, (first, second)), *(Flight(n, (first,)) for n in range(1, 64))]
+    ).divergences
+    assert str(divergence) == (
+        "group 0, collective 2: rank 0 sent broadcast of Float [8] (a.py:4 in f); ranks 1-63 have not "
+        "entered it; the last before was 1, all_reduce of Float [4] (a.py:3 in f)"
+    )
+
+
 def test_a_rank_without_a_dump_is_named() -> None:
     found = diagnose([flight(0, [("1", "broadcast")], 3), flight(2, [("1", "broadcast")], 3)], 4)
     assert found.absent == (1, 3)
