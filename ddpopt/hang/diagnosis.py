@@ -116,12 +116,10 @@ def diagnose(flights: Sequence[Flight], size: int | None = None) -> Hang:
         raise UsageError(f"world_size: expected a positive number, got {size}")
     ranks = tuple(sorted(flight.rank for flight in flights))
     size = size or (ranks[-1] + 1 if ranks else 0)
-    # a dump of another build of torch may not say who is in a group
-    have_groups = all(flight.groups for flight in flights)
     groups: dict[Group, dict[int, dict[int, RecordedCollective]]] = {}
     for flight in flights:
         for sent in flight.sent:
-            group = (sent.group, flight.groups.get(sent.group, ()) if have_groups else ())
+            group = (sent.group, _members(sent.group, flight.rank, flights))
             groups.setdefault(group, {}).setdefault(flight.rank, {})[sent.number] = sent
     for (_, members), sent_by in groups.items():
         for rank in members:
@@ -132,6 +130,12 @@ def diagnose(flights: Sequence[Flight], size: int | None = None) -> Hang:
     absent = tuple(rank for rank in range(size) if rank not in ranks)
     last = {flight.rank: flight.sent[-1] if flight.sent else None for flight in flights}
     return Hang(tuple(divergences), absent, last)
+
+
+def _members(group: str, rank: int, flights: Sequence[Flight]) -> tuple[int, ...]:
+    """The ranks of a rank's group, if any dump says so."""
+    known = (flight.groups.get(group, ()) for flight in flights)
+    return next((members for members in known if rank in members), ())
 
 
 def _gravity(divergence: Divergence) -> tuple[bool, bool]:
