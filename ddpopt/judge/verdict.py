@@ -125,7 +125,7 @@ class SeenBucket:
 
 
 @dataclass(frozen=True)
-class Way:
+class Drift:
     """How far one number was from eager's along a trajectory.
 
     Attributes:
@@ -166,7 +166,7 @@ class Trial:
         seconds: wall time.
         simulated: the number of ranks that one process simulated; 0 for ranks of their own.
         trajectory: the number of steps that went on from each other; 0 if each began with eager's state.
-        ways: of the numbers that a picture of that trajectory shows.
+        drifts: those of the numbers that a picture of that trajectory shows.
     """
 
     case: str
@@ -185,7 +185,7 @@ class Trial:
     seconds: float = 0.0
     simulated: int = 0
     trajectory: int = 0
-    ways: tuple[Way, ...] = ()
+    drifts: tuple[Drift, ...] = ()
 
     @property
     def name(self) -> str:

@@ -51,8 +51,8 @@ def test_rounding_is_within_the_envelope_and_said_to_be(ranks: Ranks) -> None:
         trial = trial_of(runs, Rounding())
     assert (trial.status, trial.findings, trial.reason) == (Status.OK, (), "")
     assert trial.notes[0].startswith(f"within rounding in all of {FREE} steps: at most ")
-    assert {"the loss"} < {way.name for way in trial.ways}
-    assert all(len(way.distances) == len(way.bounds) == FREE for way in trial.ways)
+    assert {"the loss"} < {drift.name for drift in trial.drifts}
+    assert all(len(drift.distances) == len(drift.bounds) == FREE for drift in trial.drifts)
 
 
 def is_late(cell: Cell) -> bool:

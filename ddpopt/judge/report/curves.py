@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ddpopt.judge.verdict import Way
+from ddpopt.judge.verdict import Drift
 
 WIDTH = 640.0
 HEIGHT = 170.0
@@ -21,7 +21,7 @@ MOST_TICKS = 5
 
 @dataclass(frozen=True)
 class Curve:
-    """One way, in pixels from the upper left corner.
+    """One drift, in pixels from the upper left corner.
 
     Attributes:
         name: the number.
@@ -44,48 +44,48 @@ class Curve:
     told: str
 
 
-def curve(way: Way) -> Curve:
-    """Draw the way of a number, on a logarithmic scale."""
-    scale = _Scale(way)
-    xs = [scale.x(step) for step in way.steps]
-    bounds = [scale.y(bound) for bound in way.bounds]
-    distances = [scale.y(distance) for distance in way.distances]
+def curve(drift: Drift) -> Curve:
+    """Draw the drift of a number, on a logarithmic scale."""
+    scale = _Scale(drift)
+    xs = [scale.x(step) for step in drift.steps]
+    bounds = [scale.y(bound) for bound in drift.bounds]
+    distances = [scale.y(distance) for distance in drift.distances]
     floor = HEIGHT - BOTTOM
     envelope = [(xs[0], floor), *zip(xs, bounds, strict=True), (xs[-1], floor)] if xs else []
-    pairs = zip(way.distances, way.bounds, strict=True)
+    pairs = zip(drift.distances, drift.bounds, strict=True)
     outside = [distance > bound for distance, bound in pairs]
     points = [(x, y) for x, y, is_out in zip(xs, distances, outside, strict=True) if is_out]
     return Curve(
-        name=way.name,
+        name=drift.name,
         envelope=_path(envelope),
         distances=_path(zip(xs, distances, strict=True)),
-        sizes=_path((x, scale.y(size)) for x, size in zip(xs, way.sizes, strict=True)),
+        sizes=_path((x, scale.y(size)) for x, size in zip(xs, drift.sizes, strict=True)),
         outside=tuple(points),
         ticks=tuple(scale.ticks()),
-        steps=tuple((scale.x(step), step) for step in _some(way.steps)),
-        told=_told(way, sum(outside)),
+        steps=tuple((scale.x(step), step) for step in _some(drift.steps)),
+        told=_told(drift, sum(outside)),
     )
 
 
-def _told(way: Way, outside: int) -> str:
-    if not way.steps:
-        return f"{way.name}: no step"
+def _told(drift: Drift, outside: int) -> str:
+    if not drift.steps:
+        return f"{drift.name}: no step"
     last = (
-        f"{way.distances[-1]:.2g} from eager at step {way.steps[-1]}, where rounding explains "
-        f"{way.bounds[-1]:.2g}"
+        f"{drift.distances[-1]:.2g} from eager at step {drift.steps[-1]}, where rounding explains "
+        f"{drift.bounds[-1]:.2g}"
     )
-    return f"{way.name}: {last}; outside of the envelope in {outside} of {len(way.steps)} steps"
+    return f"{drift.name}: {last}; outside of the envelope in {outside} of {len(drift.steps)} steps"
 
 
 class _Scale:
     """Where a step and a value are drawn."""
 
-    def __init__(self, way: Way) -> None:
-        values = [value for value in (*way.distances, *way.bounds, *way.sizes) if 0 < value < math.inf]
+    def __init__(self, drift: Drift) -> None:
+        values = [value for value in (*drift.distances, *drift.bounds, *drift.sizes) if 0 < value < math.inf]
         self.low = math.floor(math.log10(min(values, default=1e-9)))
         self.high = max(math.ceil(math.log10(max(values, default=1.0))), self.low + 1)
-        self._first = way.steps[0] if way.steps else 0
-        self._spread = max(way.steps[-1] - self._first, 1) if way.steps else 1
+        self._first = drift.steps[0] if drift.steps else 0
+        self._spread = max(drift.steps[-1] - self._first, 1) if drift.steps else 1
 
     def x(self, step: int) -> float:
         """The place of a step."""

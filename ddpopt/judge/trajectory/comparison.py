@@ -11,7 +11,7 @@ from ddpopt.judge.rules.ladder import number_in_words
 from ddpopt.judge.training.record import LOSS, STATE, NumberKind
 from ddpopt.judge.trajectory.envelope import Band, Reach
 from ddpopt.judge.trajectory.track import Found, KnownNumber
-from ddpopt.judge.verdict import Measured, Way
+from ddpopt.judge.verdict import Drift, Measured
 
 ORDER = tuple(NumberKind)
 """What is computed first in a step comes first."""
@@ -111,14 +111,14 @@ class TrajectorySheet:
         hidden: numbers of which nothing can be said from some step on, with that step.
         silent: the first step in which nothing can be said of any gradient or parameter; None if there is
             none.
-        ways: what a picture shows.
+        drifts: what a picture shows.
     """
 
     wrong: tuple[TrackedNumber, ...]
     worst: tuple[TrackedNumber, ...]
     hidden: Mapping[str, int]
     silent: int | None
-    ways: tuple[Way, ...]
+    drifts: tuple[Drift, ...]
 
 
 def sheet(
@@ -153,8 +153,8 @@ def sheet(
         if number.is_hidden:
             hidden.setdefault(number.name, number.step)
     first = wrong[0].name if wrong else ""
-    ways = () if bands is None else tuple(_ways(numbers, first, [*worst.values()]))
-    return TrajectorySheet(tuple(wrong), tuple(worst.values()), hidden, silent, ways)
+    drifts = () if bands is None else tuple(_drifts(numbers, first, [*worst.values()]))
+    return TrajectorySheet(tuple(wrong), tuple(worst.values()), hidden, silent, drifts)
 
 
 def _all(
@@ -174,8 +174,8 @@ def _all(
                 yield TrackedNumber(rank, step, name, known[name].kind, found, band, is_exact)
 
 
-def _ways(numbers: Sequence[TrackedNumber], first: str, worst: Sequence[TrackedNumber]) -> Iterator[Way]:
-    """The way of the loss, of what was wrong first, and of the worst number of each kind."""
+def _drifts(numbers: Sequence[TrackedNumber], first: str, worst: Sequence[TrackedNumber]) -> Iterator[Drift]:
+    """The drift of the loss, of what was wrong first, and of the worst number of each kind."""
     names = dict.fromkeys([first, LOSS])
     for kind in OF_THE_TRAINING:
         of_kind = [number for number in worst if number.kind is kind]
@@ -185,7 +185,7 @@ def _ways(numbers: Sequence[TrackedNumber], first: str, worst: Sequence[TrackedN
         history = [number for number in numbers if number.name == name]
         bands = [number.band for number in history if number.band is not None]
         if bands:
-            yield Way(
+            yield Drift(
                 name=number_in_words(name),
                 steps=tuple(number.step for number in history),
                 distances=tuple(number.compared.distance.rms for number in history),

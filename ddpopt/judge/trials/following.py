@@ -103,7 +103,7 @@ def _compared(free: FreeRun, got: Next, *, is_exact: bool) -> dict[str, Any]:
         "levels": (level,),
         "notes": tuple(remarks(sheets, steps)),
         "measured": tuple(measured(sheets)),
-        "ways": sheets[shown].ways,
+        "drifts": sheets[shown].drifts,
         "graphs": max(ranks.gather(got.graphs)),
     }
 

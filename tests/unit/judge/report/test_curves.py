@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddpopt.judge.report.curves import HEIGHT, WIDTH, curve
-from ddpopt.judge.verdict import Way
+from ddpopt.judge.verdict import Drift
 
 VALUES = st.one_of(st.just(0.0), st.just(math.inf), st.floats(1e-30, 1e30))
 
@@ -21,7 +21,7 @@ def test_every_point_is_in_the_picture_and_what_is_farther_is_higher(
     values: list[tuple[float, float, float]],
 ) -> None:
     distances, bounds, sizes = zip(*values, strict=True)
-    drawn = curve(Way("the loss", tuple(range(len(values))), distances, bounds, sizes))
+    drawn = curve(Drift("the loss", tuple(range(len(values))), distances, bounds, sizes))
     line, envelope = points(drawn.distances), points(drawn.envelope)[1:-1]
     assert len(line) == len(envelope) == len(values)
     for x, y in (*line, *envelope, *points(drawn.sizes)):

@@ -104,5 +104,5 @@ def test_equal_runs_need_no_envelope() -> None:
 
     known = {name: KnownNumber(kind, torch.float32, Scale(1.0, 0.0, 0.0)) for name, kind in KINDS.items()}
     found = sheet(0, [known] * 2, [dict.fromkeys(KINDS, EQUAL)] * 2, None, is_exact=False)
-    assert (found.silent, found.wrong, found.ways) == (None, (), ())
+    assert (found.silent, found.wrong, found.drifts) == (None, (), ())
     assert [*remarks([found], 2)] == ["equal to eager DDP, bit for bit, in all of 2 steps"]
