@@ -126,7 +126,8 @@ def test_where_a_job_hangs_is_said_while_it_hangs(job: Path, kind: str) -> None:
 @pytest.mark.parametrize("job", [pytest.param("another kind", marks=pytest.mark.nightly)], indirect=True)
 def test_torchs_own_tool_opens_the_files(job: Path) -> None:
     until = time.monotonic() + LIMIT_S
-    while time.monotonic() < until and len([*job.glob("rank_*")]) < 2:
+    while len([*job.glob("rank_*")]) < 2 or not all(flight.sent for flight in read([job])):
+        assert time.monotonic() < until
         time.sleep(0.5)
     tool = Path(sys.executable).parent / "torchfrtrace"
     done = subprocess.run([tool, "--prefix", "rank_", job], capture_output=True, text=True, check=False)
