@@ -44,7 +44,6 @@ def state_of_torch() -> tuple[Any, ...]:
 
 BY_NIGHT = (
     "fully_shard", "fully_shard-blocks", "fsdp1", "replicate-fsdp", "hsdp", "ddpopt-step-coalesced",
-    "python_reducer",
 )  # fmt: skip
 """Modes that another one by day is much like, or that tests of their own run by day."""
 

@@ -261,7 +261,6 @@ class Once:
         return 1.0
 
 
-@pytest.mark.nightly
 def test_half_precision_on_request_is_judged_by_its_own_rounding() -> None:
     (trial,) = judged(PLAIN, "default", ("ddpopt-inline",), dtype="bfloat16")
     assert trial.status is Status.OK

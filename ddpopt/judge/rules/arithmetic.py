@@ -207,7 +207,7 @@ def arithmetic_of(
     dtype = kind if kind.is_floating_point else torch.float64
     if reference is not None:
         found = exact(reference).where(settled, 0)
-        spread = _norm([rms(value - center) for value in values])
+        spread = quadratic_mean([rms(value - center) for value in values])
         reach = max(spread, unit_roundoff(dtype) * rms(found))
         note = "float64 takes a different path through this model"
         if rms(values[0] - found) <= CREDIBLE * tail_factor(len(values)) * reach:
@@ -216,13 +216,13 @@ def arithmetic_of(
             note = ""
     return Arithmetic(
         truth=truth,
-        mean_square=_norm([rms(value - truth) for value in values]),
-        largest=_norm([largest((value - truth).abs()) for value in values]),
+        mean_square=quadratic_mean([rms(value - truth) for value in values]),
+        largest=quadratic_mean([largest((value - truth).abs()) for value in values]),
         floor=_floor(truth, terms, dtype, sent_as),
         factor=factor,
         eager=eager,
         settled=settled,
-        scale=_norm([projection(value, truth) - 1 for value in values]),
+        scale=quadratic_mean([projection(value, truth) - 1 for value in values]),
         rows=_rows_of_different_size(truth, values, chance, centered=bool(note)),
         note=note,
     )
@@ -372,5 +372,6 @@ def _noise(size: float, eager: Arithmetic) -> str:
     return NOISE if eager.is_noise else HIDDEN
 
 
-def _norm(values: Sequence[float]) -> float:
+def quadratic_mean(values: Sequence[float]) -> float:
+    """The root of the mean of squares."""
     return math.sqrt(sum(value * value for value in values) / len(values))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ddpopt.judge.rules.ladder import number_in_words
 from ddpopt.judge.training.record import LOSS, STATE, NumberKind
 from ddpopt.judge.trajectory.envelope import Band, Reach
-from ddpopt.judge.trajectory.track import Found, KnownNumber
+from ddpopt.judge.trajectory.track import ComparedNumber, KnownNumber
 from ddpopt.judge.verdict import Drift, Measured
 
 ORDER = tuple(NumberKind)
@@ -43,7 +43,7 @@ class TrackedNumber:
     step: int
     name: str
     kind: NumberKind
-    compared: Found
+    compared: ComparedNumber
     band: Band | None
     is_exact: bool
 
@@ -124,7 +124,7 @@ class TrajectorySheet:
 def sheet(
     rank: int,
     eager: Sequence[Mapping[str, KnownNumber]],
-    got: Sequence[Mapping[str, Found]],
+    got: Sequence[Mapping[str, ComparedNumber]],
     bands: Bands | None,
     *,
     is_exact: bool,
@@ -160,7 +160,7 @@ def sheet(
 def _all(
     rank: int,
     eager: Sequence[Mapping[str, KnownNumber]],
-    got: Sequence[Mapping[str, Found]],
+    got: Sequence[Mapping[str, ComparedNumber]],
     bands: Bands | None,
     *,
     is_exact: bool,

@@ -25,6 +25,7 @@ from ddpopt.judge.rules.arithmetic import (
     FALSE_ALARM,
     FINE_SCALARS,
     centered_factor,
+    quadratic_mean,
 )
 
 Array = NDArray[Any]
@@ -225,12 +226,12 @@ def band(
         The envelope. It is at least as wide as the rounding of the number itself.
     """
     factor = envelope_factor(len(neighbors), chance)
-    spread = _norm([each.rms for each in neighbors])
+    spread = quadratic_mean([each.rms for each in neighbors])
     if own is None or own.rms > CREDIBLE * factor * max(spread, scale.unit):  # it took another path
         own = Distance(0.0, 0.0, 0.0)
     spread = math.hypot(spread, own.rms)
-    largest = math.hypot(_norm([each.largest for each in neighbors]), own.largest)
-    bias = math.hypot(_norm([each.bias for each in neighbors]), own.bias)
+    largest = math.hypot(quadratic_mean([each.largest for each in neighbors]), own.largest)
+    bias = math.hypot(quadratic_mean([each.bias for each in neighbors]), own.bias)
     unit = scale.unit / scale.rms if scale.rms else math.inf
     in_common = COARSE_SCALARS if unit > COARSE else FINE_SCALARS
     return Band(
@@ -240,7 +241,3 @@ def band(
         bias=factor * bias + in_common * unit,
         spread=spread,
     )
-
-
-def _norm(values: Sequence[float]) -> float:
-    return math.sqrt(sum(value * value for value in values) / len(values))

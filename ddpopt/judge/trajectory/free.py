@@ -25,7 +25,7 @@ from ddpopt.judge.rules.rounding import perturbed, perturbed_state, widened
 from ddpopt.judge.training.trainer import Option, Trainer
 from ddpopt.judge.training.updating import LEARNING_RATE, MOMENTUM, Recipe
 from ddpopt.judge.trajectory.envelope import NEIGHBORS, NOWHERE, Band, Distance, Scale, band
-from ddpopt.judge.trajectory.track import Next, Track
+from ddpopt.judge.trajectory.track import ComparedRun, Track
 
 WITH_STATE = Recipe(SGD, {"lr": LEARNING_RATE, "momentum": MOMENTUM})
 """Of an option that trains without an optimizer, whose state would be the first to carry an error on."""
@@ -68,12 +68,11 @@ class FreeRun:
 
     def run(self) -> bool:
         """Train in eager DDP; whether it runs."""
-        self.track.forget()
         return self.bench.run(mode("eager"), None, each=self.track.keep, tamper=_less) is not None
 
-    def next_to(self, engine: Engine, backend: Any, tamper: Tamper) -> Next | None:
+    def next_to(self, engine: Engine, backend: Any, tamper: Tamper) -> ComparedRun | None:
         """Train freely in a mode; None if that fails on any rank."""
-        run = Next(self.track, is_judged=True)
+        run = ComparedRun(self.track, is_judged=True)
 
         def tampered(trainer: Trainer) -> None:
             _less(trainer)
@@ -96,23 +95,23 @@ class FreeRun:
             ]
         return self._bands
 
-    def _in_float64(self) -> Next | None:
+    def _in_float64(self) -> ComparedRun | None:
         """Eager in float64; None if that fails."""
         state = widened(self.reference.eager.start)
-        run = Next(self.track, is_wide=True)
+        run = ComparedRun(self.track, is_wide=True)
         case = in_dtype(self.bench.subject.adapted, torch.float64)
         begin = partial(_from, state)
         record = self.bench.run(mode("eager"), None, case=case, each=run.take, tamper=begin)
         return None if record is None else run
 
-    def _neighbors(self) -> Iterator[Next]:
+    def _neighbors(self) -> Iterator[ComparedRun]:
         """Eager on data that rounding cannot tell apart, from parameters that it cannot tell apart."""
         case = self.bench.subject.adapted
         computes = self.reference.computes
         start = self.reference.eager.start
         for number in range(1, NEIGHBORS + 1):
             state = perturbed_state(start, number, computes)
-            run = Next(self.track)
+            run = ComparedRun(self.track)
             begin = partial(_from, state)
             moved = perturbed(case, number, computes)
             if self.bench.run(mode("eager"), None, case=moved, each=run.take, tamper=begin) is not None:
@@ -133,12 +132,14 @@ def _from(state: Named, trainer: Trainer) -> None:
     trainer.parallel.load(state)
 
 
-def _band(scale: Scale, place: int, name: str, neighbors: Sequence[Next], wide: Next | None) -> Band:
+def _band(
+    scale: Scale, place: int, name: str, neighbors: Sequence[ComparedRun], wide: ComparedRun | None
+) -> Band:
     far = [_distance(run, place, name) for run in neighbors]
     return band(scale, far or [NOWHERE], None if wide is None else _distance(wide, place, name))
 
 
-def _distance(neighbor: Next, place: int, name: str) -> Distance:
+def _distance(neighbor: ComparedRun, place: int, name: str) -> Distance:
     if place >= len(neighbor.steps) or name not in neighbor.steps[place]:
         return NOWHERE
     return neighbor.steps[place][name].distance

@@ -73,10 +73,6 @@ class Track:
             }
         )
 
-    def forget(self) -> None:
-        """Begin again, after a run that failed."""
-        self.steps.clear()
-
     def arrays(self, step: int) -> dict[str, Array]:
         """The numbers of a step; complex ones as pairs."""
         found: dict[str, Array] = pickle.loads((self._folder / f"{step}").read_bytes())
@@ -87,11 +83,11 @@ class Track:
         arrays = self.arrays(step)
         prefixed = ((PARAMETER, model.named_parameters()), (BUFFER, model.named_buffers()))
         with torch.no_grad():
-            for name, tensor in ((prefix + name, each) for prefix, named in prefixed for name, each in named):
-                if name in arrays:
-                    (torch.view_as_real(tensor) if tensor.is_complex() else tensor).copy_(
-                        torch.from_numpy(arrays[name])
-                    )
+            for prefix, named in prefixed:
+                for name, tensor in named:
+                    if prefix + name in arrays:
+                        target = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+                        target.copy_(torch.from_numpy(arrays[prefix + name]))
 
 
 def array_of(tensor: Tensor) -> Array:
@@ -103,7 +99,7 @@ def array_of(tensor: Tensor) -> Array:
 
 
 @dataclass(frozen=True)
-class Found:
+class ComparedNumber:
     """One number of a run next to eager's.
 
     Attributes:
@@ -119,11 +115,11 @@ class Found:
     is_missing: bool = False
 
 
-EQUAL = Found(Distance(0.0, 0.0, 0.0))
-MISSING = Found(NOWHERE, float("inf"), is_equal=False, is_missing=True)
+EQUAL = ComparedNumber(Distance(0.0, 0.0, 0.0))
+MISSING = ComparedNumber(NOWHERE, float("inf"), is_equal=False, is_missing=True)
 
 
-class Next:
+class ComparedRun:
     """Another run, each step of which is compared with eager's as it ends.
 
     Args:
@@ -140,7 +136,7 @@ class Next:
         self._track = track
         self._is_wide = is_wide
         self._is_judged = is_judged
-        self.steps: list[dict[str, Found]] = []
+        self.steps: list[dict[str, ComparedNumber]] = []
         self.graphs = 0
 
     def take(self, step: RecordedStep) -> None:
@@ -155,7 +151,7 @@ class Next:
             {name: self._found(got.get(name), eager[name], known[name].dtype) for name in eager}
         )
 
-    def _found(self, got: Tensor | None, eager: Array, dtype: torch.dtype) -> Found:
+    def _found(self, got: Tensor | None, eager: Array, dtype: torch.dtype) -> ComparedNumber:
         if got is None or (got.dtype != dtype and not self._is_wide):
             return MISSING
         value = array_of(got)
@@ -165,4 +161,4 @@ class Next:
         if far.largest == 0:
             return EQUAL
         off = ulps(value, eager, dense(got).dtype) if self._is_judged else float("nan")
-        return Found(far, off, is_equal=False)
+        return ComparedNumber(far, off, is_equal=False)

@@ -15,7 +15,7 @@ from ddpopt.judge.rules.outcome import ended, failed, has_gradients, has_option,
 from ddpopt.judge.rules.reference import Reference
 from ddpopt.judge.trajectory.comparison import first_wrong, measured, remarks, sheet, silence
 from ddpopt.judge.trajectory.free import FreeRun, FreeRuns, Tamper
-from ddpopt.judge.trajectory.track import Next
+from ddpopt.judge.trajectory.track import ComparedRun
 from ddpopt.judge.trials.judge import judge
 from ddpopt.judge.verdict import Finding, Status, Trial
 
@@ -76,7 +76,7 @@ def _has_one_order(reference: Reference, single: Trial) -> bool:
     return reference.bench.grid.size <= 2 and not reference.unstable and not by_rounding
 
 
-def _compared(free: FreeRun, got: Next, *, is_exact: bool) -> dict[str, Any]:
+def _compared(free: FreeRun, got: ComparedRun, *, is_exact: bool) -> dict[str, Any]:
     """The fields of a trial whose run ended."""
     ranks = free.bench.ranks
     steps = len(free.track.steps)

@@ -278,7 +278,6 @@ def inlined(ddp: DistributedDataParallel) -> Any:
     return ddpopt.compile(ddp, strategy="inline")
 
 
-@pytest.mark.nightly
 def test_a_second_start_compiles_nothing_and_gets_no_plain_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = Layers(), drawn(4, 8)
     with fresh_cache():

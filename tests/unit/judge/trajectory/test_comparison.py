@@ -7,7 +7,7 @@ import pytest
 from ddpopt.judge.training.record import LOSS, PARAMETER, STATE, NumberKind
 from ddpopt.judge.trajectory.comparison import TrajectorySheet, first_wrong, measured, remarks, sheet, silence
 from ddpopt.judge.trajectory.envelope import Band, Distance, Scale
-from ddpopt.judge.trajectory.track import EQUAL, MISSING, Found, KnownNumber
+from ddpopt.judge.trajectory.track import EQUAL, MISSING, ComparedNumber, KnownNumber
 
 KINDS = {
     PARAMETER + "w": NumberKind.PARAMETER,
@@ -20,12 +20,12 @@ NARROW = Band(size=1.0, rms=1e-6, largest=1e-6, bias=1e-6, spread=1e-7)
 WIDE = Band(size=1.0, rms=2.0, largest=2.0, bias=2.0, spread=0.5)
 
 
-def off(far: float) -> Found:
-    return Found(Distance(far, far, 0.0), ulps=9.0, is_equal=False)
+def off(far: float) -> ComparedNumber:
+    return ComparedNumber(Distance(far, far, 0.0), ulps=9.0, is_equal=False)
 
 
 def compared(
-    wrong: dict[tuple[int, str], Found],
+    wrong: dict[tuple[int, str], ComparedNumber],
     bands: dict[tuple[int, str], Band] | None = None,
     *,
     is_exact: bool = False,
