@@ -280,13 +280,16 @@ def gate(  # noqa: PLR0913  # one for each option of the command line
     if mode is not None:
         asked["modes"] = given.chosen(mode, [known.name for known in MODES], "--mode")
     with status_line("starting ranks") as show_line:
-        comparison, renew = compare(
+        compared = compare(
             Path(baseline),
             targets or (),
             asked,
             update=update,
             begin=lambda name, total: show_line(f"{name}, one of {total} cases"),
         )
+    if compared is None:
+        return  # the first of torchrun's ranks goes on
+    comparison, renew = compared
     made = functools.partial(page, comparison)
     others: list[Any] = [functools.partial(write_page, file, made) for file in report or ()]
     others += [lambda: typer.echo(f"ddpopt: {renew()}", err=True)] if update else []

@@ -9,6 +9,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from ddpopt.cli.options import require_usable
 from ddpopt.errors import DdpoptError, UsageError
+from ddpopt.ranks.environment import has_launched_peers, own_rank
 from ddpopt.terminal.files import RESULTS, require_writable
 
 
@@ -18,7 +19,8 @@ class Command(TyperCommand):
     def invoke(self, ctx: Any) -> Any:
         """Check the arguments, then run the command."""
         require_usable(ctx.params)
-        require_writable(_outputs_of(ctx.params))
+        if not has_launched_peers() or own_rank() == 0:  # the first rank writes
+            require_writable(_outputs_of(ctx.params))
         RESULTS.set(sys.stdout)
         sys.stdout = sys.stderr  # for good: a target may also print when the process ends
         return super().invoke(ctx)
@@ -32,13 +34,13 @@ class CommandGroup(TyperGroup):
         try:
             return self._invoke(ctx)
         except DdpoptError as error:
-            typer.echo(f"ddpopt: error: {error}{_raised_at(error)}", err=True)
+            _tell(f"{error}{_raised_at(error)}")
             raise typer.Exit(error.exit_code) from error
         except SystemExit as error:  # raised by the target's code; it must not look like success
             from ddpopt.cases.targets import users_line  # heavy, but already loaded at this point
 
             ended = f"the target called sys.exit({error.code!r}){users_line(error)}; make it return instead"
-            typer.echo(f"ddpopt: error: {ended}", err=True)
+            _tell(ended)
             raise typer.Exit(UsageError.exit_code) from error
 
     def _invoke(self, ctx: Any) -> Any:
@@ -49,6 +51,16 @@ class CommandGroup(TyperGroup):
 
             require_supported()
             raise
+
+
+def _tell(problem: str) -> None:
+    """Print a problem; none of torchrun's ranks waits for this one, and what all have is printed once."""
+    if has_launched_peers():
+        from ddpopt.ranks.arrival import meeting  # heavy
+
+        if not meeting().fail(problem):
+            return
+    typer.echo(f"ddpopt: error: {problem}", err=True)
 
 
 def _raised_at(error: DdpoptError) -> str:

@@ -8,6 +8,7 @@ import functools
 import os
 import shlex
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,13 +17,14 @@ import typer
 
 from ddpopt.cli.options import chosen
 from ddpopt.errors import UsageError, VerificationError
+from ddpopt.ranks.environment import has_launched_peers
 from ddpopt.terminal.files import show
 from ddpopt.terminal.status import status_line
 
 if TYPE_CHECKING:
     from ddpopt.fuzz.campaign import Campaign
     from ddpopt.fuzz.cases import FoundCase
-    from ddpopt.fuzz.journal import CampaignPlan
+    from ddpopt.fuzz.journal import CampaignPlan, Summary
 
 SUMMARY = "summary.json"
 OWN = ("ddpopt-split", "ddpopt-inline")
@@ -95,24 +97,55 @@ def fuzz(  # one for each option of the command line
     from ddpopt.fuzz.cases import write_whole
     from ddpopt.fuzz.journal import Journal
     from ddpopt.fuzz.text import fuzz_lines
+    from ddpopt.fuzz.workers import STARTING_LIMIT_S
+    from ddpopt.ranks.arrival import meeting
     from ddpopt.testing.drawn import known_features
 
     # a separate folder for each process, if several run together
     folder = Path(out) / f"shard-{plan.shard}" if int(os.environ.get("WORLD_SIZE") or 1) > 1 else Path(out)
     limits = Budget(None if minutes is None else minutes * 60, examples, timeout_s)
     campaign = Campaign(Journal(folder, plan), plan, limits)
+    began_s = time.monotonic()
+    if has_launched_peers():
+        meeting().arrive(STARTING_LIMIT_S, uses_gloo=False)
     try:
         with status_line("starting ranks") as show_line:
             campaign.tell = functools.partial(_tell, campaign, show_line, len(known_features()))
             campaign.run()
     finally:  # also if a file cannot be written
-        summary = campaign.summary()
-        lines = fuzz_lines(summary, str(campaign.journal.cases), known_features())
-        keep = functools.partial(write_whole, folder / SUMMARY, f"{summary.to_json()}\n")
-        show("\n".join(lines), summary.to_json(), json, [keep])
+        keep = functools.partial(write_whole, folder / SUMMARY, f"{campaign.summary().to_json()}\n")
+        last_model_s = timeout_s * (1 + len(plan.modes))
+        summary = _of_all_shards(campaign, 2 * (time.monotonic() - began_s) + last_model_s + STARTING_LIMIT_S)
+        if has_launched_peers() and plan.shard > 0:
+            keep()
+        else:
+            cases = Path(out) / "shard-*" / "cases" if has_launched_peers() else campaign.journal.cases
+            lines = fuzz_lines(summary, str(cases), known_features())
+            show("\n".join(lines), summary.to_json(), json, [keep])
     if not minutes and not examples:
         typer.echo(f"to resume: repeat the command with --out {out}", err=True)
     return summary.exit_code
+
+
+def _of_all_shards(campaign: "Campaign", limit_s: float) -> "Summary":
+    """The summary of a campaign, with what torchrun's other ranks judged in theirs.
+
+    Args:
+        campaign: the campaign of this process.
+        limit_s: how long to wait for the others, which may still be judging a model.
+    """
+    from ddpopt.fuzz.journal import summarized
+    from ddpopt.ranks.arrival import meeting
+    from ddpopt.ranks.exchange import PeersMissing
+
+    if not has_launched_peers():
+        return campaign.summary()
+    try:
+        shards = meeting().gather(campaign.journal.entries, limit_s)
+    except PeersMissing as missing:
+        typer.echo(f"ddpopt: {missing}", err=True)
+        return campaign.summary()
+    return summarized(campaign.plan, [entry for entries in shards for entry in entries])
 
 
 def _tell(

@@ -77,7 +77,7 @@ Reports = Annotated[
     ),
 ]
 Nproc = Annotated[
-    int, typer.Option(help="Number of ranks; verify, matrix, tune and link use torchrun's, if any.")
+    int, typer.Option(help="Number of ranks; verify, matrix, tune, link and gate use torchrun's, if any.")
 ]
 Simulate = Annotated[
     int | None,

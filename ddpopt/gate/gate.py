@@ -21,8 +21,9 @@ from ddpopt.gate.comparison import Comparison, changes
 from ddpopt.gate.figures import case_figures, failures
 from ddpopt.judge.engines.modes import mode
 from ddpopt.judge.trials.on_rank import Settings, collect_and_freeze, gc_frozen
-from ddpopt.judge.trials.runner import checked, require_count
-from ddpopt.ranks.group import Ranks
+from ddpopt.judge.trials.runner import checked, is_first, require_count
+from ddpopt.ranks.environment import own_size
+from ddpopt.ranks.group import Ranks, joined, under_torchrun
 from ddpopt.ranks.pool import launch
 
 CASE_LIMIT_S = 900.0
@@ -36,8 +37,10 @@ def gate(
     *,
     update: bool,
     begin: Callable[[str, int], None],
-) -> tuple[Comparison, Callable[[], str]]:
+) -> tuple[Comparison, Callable[[], str]] | None:
     """Measure, and compare with the baseline.
+
+    Under torchrun its ranks are used: every rank must call this, and the first reads, compares and writes.
 
     Args:
         file: the baseline.
@@ -49,14 +52,24 @@ def gate(
 
     Returns:
         The comparison, and a function that writes the baseline if requested; it returns a message about the
-        file, empty if no update was requested.
+        file, empty if no update was requested. None on torchrun's other ranks.
 
     Raises:
         UsageError: an argument or the baseline cannot be used.
         InfrastructureError: a rank died, or none could be started.
     """
+    if not is_first():
+        _measure(Measuring(), (), lambda _: None)
+        return None
     release = release_of(torch.__version__)
     kept = read(file)
+    if under_torchrun():
+        if kept is not None and not update and own_size() != kept.settings.nproc:
+            raise UsageError(
+                f"expected {kept.settings.nproc} ranks, with which the baseline was measured, got torchrun's "
+                f"{own_size()}; start as many, or write the baseline with --update"
+            )
+        given = {**given, "nproc": own_size()}
     settings = settings_of(kept, file, named(targets), given, update=update)
     before = kept.measured.get(release, {}) if kept and update else {}
     if kept and not update:
@@ -131,14 +144,24 @@ def settings_of(
 def _measure(
     settings: Measuring, due: Sequence[str], begin: Callable[[str], None]
 ) -> tuple[Figures, Mapping[str, Sequence[str]]]:
-    """Measure each case on new ranks; returns rank 0's figures, and by case where graphs break."""
-    if not due:
-        return {}, {}
+    """Measure what rank 0 asks for, on torchrun's ranks or new ones.
+
+    Returns:
+        Rank 0's figures, and by case where graphs break.
+    """
 
     def hear(event: object) -> None:
         if isinstance(event, str):
             begin(event)
 
+    if under_torchrun():
+        with (
+            joined(on_event=hear, timeout_s=CASE_LIMIT_S) as ranks,
+            ranks.limited(RUN_LIMIT_S, "the gate"),
+        ):
+            return _on_rank(ranks, *ranks.gather((settings, due))[0])
+    if not due:
+        return {}, {}
     size = settings.nproc
     device = settings.device
     return launch(_on_rank, settings, due, nproc=size, limit_s=RUN_LIMIT_S, device=device, on_event=hear)[0]

@@ -43,7 +43,10 @@ class Divergence:
         if self.waits:
             what, line = next(iter(alike))
             waiting = numbered("rank", self.waits)
-            return f"{where}: all ranks entered {what}{_at(line)}, and it has not completed on {waiting}"
+            text = f"{where}: all ranks entered {what}{_at(line)}, and it has not completed on {waiting}"
+            if len(self.waits) == len(self.entered):
+                text += "; none is missing, so look at the network between them"
+            return text
         sides = [f"{numbered('rank', ranks)} sent {what}{_at(line)}" for (what, line), ranks in alike.items()]
         behind: dict[RecordedCollective | None, list[int]] = {}
         for rank, last in self.missing.items():
@@ -157,9 +160,12 @@ def _divergence(group: str, members: Mapping[int, Mapping[int, RecordedCollectiv
         }
         if missing or len({_signature(sent) for sent in entered.values()}) > 1:
             return Divergence(group, number, entered, missing)
-    entered = {rank: numbers[last] for rank, numbers in members.items()}
-    waits = tuple(sorted(rank for rank, sent in entered.items() if sent.is_over is False))
-    return Divergence(group, last, entered, {}, waits) if waits else None
+    for number in range(first, last + 1):
+        entered = {rank: numbers[number] for rank, numbers in members.items()}
+        waits = tuple(sorted(rank for rank, sent in entered.items() if sent.is_over is False))
+        if waits:
+            return Divergence(group, number, entered, {}, waits)
+    return None
 
 
 def _signature(sent: RecordedCollective) -> tuple[str, str]:

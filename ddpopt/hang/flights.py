@@ -34,7 +34,7 @@ class RecordedCollective:
         kind: what it does: ``"all_reduce"``.
         tensors: the sizes and dtypes of what it sends: ``"Float [7]"``.
         line: the innermost line of the user's code: ``"train.py:13 in main"``; empty if there is none.
-        is_over: whether it has completed; None if the backend does not say, as gloo.
+        is_over: whether it has completed; None if the recorder does not say.
     """
 
     group: str
@@ -154,7 +154,7 @@ def _sent(entry: Mapping[str, Any]) -> RecordedCollective:
         kind=kind,
         tensors=", ".join(f"{dtype} {size}" for dtype, size in sizes),
         line=_line(entry.get("frames", ())),
-        is_over=None if backend == "gloo" else entry["state"] == "completed",
+        is_over=entry.get("retired") if backend == "gloo" else entry["state"] == "completed",
     )
 
 

@@ -6,7 +6,7 @@ the variables are set that torchrun sets and ``torch.distributed`` itself reads.
 
 import os
 
-__all__ = ["environment_of_no_rank", "launched_ranks", "own_rank", "own_size"]
+__all__ = ["environment_of_no_rank", "has_launched_peers", "launched_ranks", "own_rank", "own_size"]
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 RENDEZVOUS_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -24,6 +24,11 @@ def launched_ranks() -> int | None:
     if "TORCHELASTIC_RUN_ID" in os.environ or all(name in os.environ for name in RENDEZVOUS_VARIABLES):
         return own_size()
     return None
+
+
+def has_launched_peers() -> bool:
+    """Whether torchrun started this process as one of several ranks."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and own_size() > 1
 
 
 def own_rank() -> int:

@@ -24,7 +24,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from ddpopt.errors import UsageError
+from ddpopt.errors import InfrastructureError, UsageError
+from ddpopt.ranks.arrival import meeting
+from ddpopt.ranks.environment import has_launched_peers
 from ddpopt.ranks.exchange import Exchange
 from ddpopt.ranks.limits import Limits
 
@@ -130,7 +132,8 @@ def joined(
         This process's view of the ranks.
 
     Raises:
-        UsageError: if there is neither a group nor torchrun.
+        UsageError: if there is neither a group nor torchrun, or gloo would not connect the machines.
+        InfrastructureError: another rank cannot start, or they cannot connect.
     """
     limits = Limits()
     if dist.is_initialized():
@@ -142,6 +145,8 @@ def joined(
             "expected ranks to join, got neither torchrun's environment nor a default process group. Start "
             "this with 'torchrun --nproc-per-node N', or use launch()."
         )
+    if has_launched_peers():
+        meeting().arrive(timeout_s, uses_gloo=not gpu_for_each_rank())
     # torchrun ends the peers of a failed rank; this makes them write their stacks.
     faulthandler.register(signal.SIGTERM, all_threads=True, chain=True)
     try:
@@ -176,6 +181,9 @@ def grouped(
 
     Yields:
         This process's view of the ranks.
+
+    Raises:
+        InfrastructureError: launched ranks cannot connect to each other.
     """
     backend = backend or ("nccl" if gpu_for_each_rank() else "gloo")
     if backend == "nccl":
@@ -184,11 +192,13 @@ def grouped(
     excepthook = sys.excepthook  # torch replaces it permanently when it makes a group
     try:
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **where)
-    except BaseException:
+    except BaseException as error:
         # Keep the next default group's name equal on all ranks: torch also counts a group it failed to make.
         # Private in torch; `destroy_process_group` does the same, but only for a group that was made.
         world: Any = dist.distributed_c10d._world
         world.group_count = 0
+        if seat is None and isinstance(error, RuntimeError):
+            raise InfrastructureError(_unconnected(backend, error)) from error
         raise
     ranks = _view(limits or Limits(), send, timeout_s)
     try:
@@ -200,6 +210,16 @@ def grouped(
         if dist.is_initialized():
             with ranks.limited(LEAVING_LIMIT_S, "leaving the process group"):
                 dist.destroy_process_group()
+
+
+def _unconnected(backend: str, error: RuntimeError) -> str:
+    """Say that launched ranks could not connect, and what to try."""
+    reason = str(error).splitlines()[0]
+    return (
+        f"expected the ranks to connect to each other with {backend}, but rank {os.environ['RANK']} could "
+        f"not: {reason}. Ranks on several machines need a network interface that leads to the others: set "
+        f"{backend.upper()}_SOCKET_IFNAME on each machine"
+    )
 
 
 def new_group(limit_s: float, divided: Sequence[Sequence[int]] | None = None) -> dist.ProcessGroup:

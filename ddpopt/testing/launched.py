@@ -19,6 +19,7 @@ import torch.distributed as dist
 from _pytest.reports import TestReport
 from _pytest.runner import runtestprotocol
 
+from ddpopt.ranks.arrival import Arrival, address_towards, announced_by_gloo, unreachable
 from ddpopt.ranks.environment import own_rank, own_size
 from ddpopt.ranks.group import gpu_for_each_rank
 from ddpopt.ranks.limits import Limits
@@ -79,6 +80,19 @@ class LaunchedRank:
         # a rank without an answer has died, or has no marked test
         if words := difference([text.split("\0") if text else [] for text in lists]):
             raise pytest.UsageError(words)
+
+    def require_reachable(self) -> None:
+        """Check, where tests will use gloo, that ranks on other machines can be reached.
+
+        Raises:
+            pytest.UsageError: a rank cannot be; raised on every rank.
+        """
+        announced = "" if gpu_for_each_rank() else announced_by_gloo()
+        own = f"{address_towards(os.environ['MASTER_ADDR'])} {announced}"
+        said = self._exchange("addresses", own, START_LIMIT_S)
+        arrivals = [Arrival("", *text.split(" ")) for text in said if text is not None]
+        if problem := unreachable(arrivals):
+            raise pytest.UsageError(problem)
 
     def run(self, item: pytest.Item, nextitem: pytest.Item | None) -> list[TestReport]:
         """Run a test on this rank, and collect the reports of its peers.

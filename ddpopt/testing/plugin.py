@@ -101,6 +101,7 @@ def pytest_runtestloop(session: pytest.Session) -> None:
         launched = config.stash[launched_key] = config.stash[rank_key] = LaunchedRank()
         config.add_cleanup(launched.leave)
         launched.require_equal_collection(session)
+        launched.require_reachable()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 from ddpopt.cli.app import app
 from ddpopt.ranks.environment import environment_of_no_rank
 
-TWO_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+TORCHRUN = ("-m", "torch.distributed.run")
+TWO_RANKS = (*TORCHRUN, "--standalone", "--nproc-per-node", "2")
 """Words for `python` that have torchrun start two processes with what follows."""
 
 

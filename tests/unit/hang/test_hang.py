@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddpopt.errors import UsageError
+from ddpopt.errors import UsageError, numbered
 from ddpopt.hang import Flight, RecordedCollective, diagnose, read
 
 KINDS = st.sampled_from(["all_reduce", "broadcast", "all_gather"])
@@ -59,17 +59,32 @@ def test_the_rank_that_sends_another_or_one_less_is_named_where_it_parts(
         assert {each.kind for rank, each in divergence.entered.items() if rank != odd} == {kind}
 
 
-def test_where_all_ranks_wait_in_one_collective_it_is_named_if_the_backend_knows() -> None:
-    done = RecordedCollective("0", 1, "all_reduce", "Float [4]", is_over=True)
-    last = [
-        RecordedCollective("0", 2, "all_reduce", "Float [8]", "a.py:3 in f", is_over=rank == 0)
-        for rank in (0, 1)
+OVER = st.tuples(*[st.sampled_from([True, False, None])] * 4)
+"""Whether each of four collectives of a rank has completed."""
+
+
+@given(st.lists(OVER, min_size=2, max_size=4))
+def test_the_first_collective_in_which_ranks_wait_is_named(over: list[tuple[bool | None, ...]]) -> None:
+    flights = [
+        Flight(
+            rank,
+            tuple(
+                RecordedCollective("0", number, "all_reduce", "Float [8]", "a.py:3 in f", is_over=is_over)
+                for number, is_over in enumerate(of_rank, 1)
+            ),
+        )
+        for rank, of_rank in enumerate(over)
     ]
-    (divergence,) = diagnose([Flight(rank, (done, last[rank])) for rank in (0, 1)]).divergences
-    assert str(divergence) == (
-        "group 0, collective 2: all ranks entered all_reduce of Float [8] (a.py:3 in f), and it has not "
-        "completed on rank 1"
-    )
+    waits = [[rank for rank in range(len(over)) if over[rank][place] is False] for place in range(4)]
+    said = [str(divergence) for divergence in diagnose(flights).divergences]
+    first = next((place for place, ranks in enumerate(waits) if ranks), None)
+    if first is None:
+        assert said == []
+        return
+    where = f"group 0, collective {first + 1}: all ranks entered all_reduce of Float [8] (a.py:3 in f)"
+    network = "; none is missing, so look at the network between them"
+    which = f"{numbered('rank', waits[first])}{network if len(waits[first]) == len(over) else ''}"
+    assert said == [f"{where}, and it has not completed on {which}"]
 
 
 def test_what_older_recorders_have_dropped_is_not_taken_for_missing() -> None:
