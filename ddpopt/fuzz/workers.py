@@ -123,6 +123,7 @@ def _lost(task: Task, failed: RanksFailed) -> list[Answer]:
     """
     failure = failed.culprits[0]
     signature, detail = _signature(failure)
+    detail = f"{detail}\n{failed.parting}".strip("\n")
     if failure.what == EAGER:
         return [Answer(name, Outcome.EAGER, signature, detail) for name in task.modes]
     if failure.what not in task.modes:

@@ -62,7 +62,8 @@ def _at(line: str) -> str:
     return f" ({line})" if line else ""
 
 
-def _last(sent: RecordedCollective | None) -> str:
+def described(sent: RecordedCollective | None) -> str:
+    """A collective with its group, its number and the user's line."""
     return f"group {sent.group}, collective {sent.number}, {sent}{_at(sent.line)}" if sent else "none"
 
 
@@ -88,7 +89,7 @@ class Hang:
             )
         if not self.divergences:
             lines.append("the ranks with a dump entered the same collectives; the last of each:")
-            lines += [f"  rank {rank}: {_last(sent)}" for rank, sent in self.last.items()]
+            lines += [f"  rank {rank}: {described(sent)}" for rank, sent in self.last.items()]
         return "\n".join(lines)
 
     @property

@@ -120,7 +120,7 @@ def _loaded(file: Path) -> Mapping[str, Any]:
 
 
 def flight_of(dump: Mapping[str, Any], rank: int, last: int | None = None) -> Flight:
-    """A dump as data.
+    """A dump as data, without what was sent in groups that were made again under the same name.
 
     Args:
         dump: as torch pickles it.
@@ -128,7 +128,12 @@ def flight_of(dump: Mapping[str, Any], rank: int, last: int | None = None) -> Fl
         last: how many collectives to keep at most; by default all.
     """
     entries = sorted(dump["entries"], key=lambda entry: entry["record_id"])
-    kept = [entry for entry in entries if not entry.get("is_p2p")]
+    newest = {entry["process_group"][0]: entry["pg_id"] for entry in entries}
+    kept = [
+        entry
+        for entry in entries
+        if not entry.get("is_p2p") and entry["pg_id"] == newest[entry["process_group"][0]]
+    ]
     sent = tuple(_sent(entry) for entry in (kept if last is None else kept[-last:]))
     return Flight(rank, sent, dict(_groups(dump.get("pg_config", {}))))
 

@@ -52,12 +52,13 @@ def recording(folder: str | Path, *, rank: int | None = None, every_s: float = E
         save(folder, number)
 
 
-def save(folder: str | Path, rank: int) -> Path:
+def save(folder: str | Path, rank: int, *, stacks: bool = True) -> Path:
     """Write what the recorder of this process holds.
 
     Args:
         folder: where the file ``rank_N`` is written; made if it does not exist.
         rank: the rank of this process.
+        stacks: whether with the Python stack of each collective, for which torch imports Dynamo.
 
     Returns:
         The file.
@@ -65,7 +66,7 @@ def save(folder: str | Path, rank: int) -> Path:
     file = Path(folder) / f"{PREFIX}{rank}"
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_name(f".writing-{os.getpid()}")  # neither tool takes it for a dump
-    unfinished.write_bytes(pickle.dumps(_dump()))
+    unfinished.write_bytes(pickle.dumps(_dump(stacks=stacks)))
     unfinished.replace(file)
     return file
 
@@ -80,7 +81,7 @@ def current(rank: int, last: int) -> Flight:
     return flight_of(_dump(), rank, last)
 
 
-def _dump() -> dict[str, Any]:
+def _dump(*, stacks: bool = True) -> dict[str, Any]:
     """The recorder's dump, with the ranks of each group, which torch adds for NCCL only."""
     import torch  # takes seconds, and reading dumps needs none of it
     import torch.distributed.distributed_c10d as c10d
@@ -88,7 +89,7 @@ def _dump() -> dict[str, Any]:
     dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace", None)  # a build of torch may lack it
     if dump is None:
         raise UnsupportedError("hang: this build of torch has no flight recorder for any backend")
-    recorded: dict[str, Any] = pickle.loads(dump())  # of this process
+    recorded: dict[str, Any] = pickle.loads(dump(includeStackTraces=stacks))  # of this process
     world: Any = c10d._world
     for group, ranks in list(world.pg_group_ranks.items()):
         name = str(group.group_name)

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ddpopt.errors import InfrastructureError, numbered
+from ddpopt.hang.diagnosis import described, diagnose
+from ddpopt.hang.flights import Flight
 
 Kind = Literal["raised", "died", "stalled", "ended"]
 
@@ -63,6 +65,7 @@ class RankFailure:
         stack: the traceback of the exception, or the stacks of all threads, innermost frame first; empty if
             the process could not write one.
         output: its output.
+        flight: what torch's flight recorder held; None if that is not known.
     """
 
     rank: int
@@ -72,6 +75,7 @@ class RankFailure:
     signal: str = ""
     stack: str = ""
     output: str = ""
+    flight: Flight | None = None
 
     @property
     def how(self) -> str:
@@ -133,6 +137,7 @@ class RanksFailed(InfrastructureError):
         culprits: the ranks whose failure no peer caused; the others failed as a consequence.
         exit_code: 1 if ranks only raised exceptions, 3 if a rank died or stalled.
         of_time_alone: whether every failure was a time limit.
+        parting: where the ranks part, or the last collective of those that wait; empty if that is not known.
     """
 
     def __init__(
@@ -147,7 +152,9 @@ class RanksFailed(InfrastructureError):
             one.kind in ("stalled", "ended") or one.waits_for_peers for one in self.culprits
         )
         head = _headline(self.failures, self.culprits, size)
-        super().__init__("\n".join([head, *_accounts(self.culprits), *_advice(self.culprits)]))
+        self.parting = _parting(self.failures)
+        parting = [self.parting] if self.parting else []
+        super().__init__("\n".join([head, *_accounts(self.culprits), *parting, *_advice(self.culprits)]))
 
 
 def _headline(failures: Sequence[RankFailure], guilty: Sequence[RankFailure], size: int) -> str:
@@ -157,6 +164,18 @@ def _headline(failures: Sequence[RankFailure], guilty: Sequence[RankFailure], si
     if all(failure.waits_for_peers for failure in guilty):
         return f"{head}: in a collective that others did not enter"
     return head
+
+
+def _parting(failures: Sequence[RankFailure]) -> str:
+    flights = [failure.flight for failure in failures if failure.flight is not None]
+    divergences = diagnose(flights).divergences
+    if divergences:
+        return "\n".join(f"where the ranks part: {divergence}" for divergence in divergences)
+    return "\n".join(
+        f"rank {failure.rank} waits in {described(failure.flight.sent[-1])}"
+        for failure in failures
+        if failure.waits_for_peers and failure.flight is not None and failure.flight.sent
+    )
 
 
 def _ranks(failures: Sequence[RankFailure]) -> str:

@@ -26,6 +26,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from ddpopt.errors import InfrastructureError, UsageError
 from ddpopt.ranks.arrival import meeting
+from ddpopt.ranks.black_box import keeping_record_of_launched
 from ddpopt.ranks.environment import has_launched_peers
 from ddpopt.ranks.exchange import Exchange
 from ddpopt.ranks.limits import Limits
@@ -152,7 +153,8 @@ def joined(
     try:
         with grouped(timeout_s, limits=limits, send=on_event) as ranks:
             try:
-                yield ranks
+                with keeping_record_of_launched(ranks.rank):
+                    yield ranks
             except BaseException:
                 sys.stderr.write(f"rank {ranks.rank} failed:\n{traceback.format_exc()}")
                 sys.stderr.flush()

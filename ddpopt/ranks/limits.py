@@ -66,6 +66,11 @@ class Limits:
         self.note(before)
 
 
+def earliest_end() -> float | None:
+    """When the earliest limit in force ends this process, by ``time.monotonic()``; None if there is none."""
+    return min((end for end, _ in list(_in_force)), default=None)
+
+
 def _set_timer() -> None:
     faulthandler.cancel_dump_traceback_later()
     if _in_force:

@@ -26,10 +26,12 @@ import torch
 import torch.distributed as dist
 
 from ddpopt.errors import InfrastructureError, UsageError
+from ddpopt.hang.flights import PREFIX, Flight, read
+from ddpopt.ranks.black_box import MARGIN_S
 from ddpopt.ranks.environment import environment_of_no_rank
 from ddpopt.ranks.failures import Kind, RankFailure, RanksFailed
 from ddpopt.ranks.marked import end_marked, guarded
-from ddpopt.ranks.process import Host, Task, pickled, serve_in_groups
+from ddpopt.ranks.process import ASKED, Host, Task, pickled, serve_in_groups
 
 Value = TypeVar("Value")
 OnEvent = Callable[[object], None]
@@ -157,6 +159,7 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
                 for event in (event for rank in self._ranks for event in rank.listen()):
                     on_event(event)
                 self._press()
+            self._await_records()
             return self._values()
         except BaseException:
             self.close()
@@ -232,9 +235,21 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
         now = time.monotonic()
         if any(rank.has_ended and rank.value is None for rank in self._ranks):
             self._end_at = min(self._end_at, now + PATIENCE_S)
+        has_failed = self._end_at < self._deadline
+        if has_failed or now > self._deadline - MARGIN_S:
+            (self._folder / f"{ASKED}-{self._tasks}").touch()
         for rank in self._ranks:
-            if now > self._end_at and not rank.has_ended:
-                rank.end(signal.SIGKILL if now > self._end_at + LAST_WORDS_S else signal.SIGTERM)
+            # the first record takes a while; a rank that is stopped writes none
+            end_at = self._end_at if rank.record.exists() or not has_failed else self._end_at + MARGIN_S
+            if now > end_at and not rank.has_ended:
+                rank.end(signal.SIGKILL if now > end_at + LAST_WORDS_S else signal.SIGTERM)
+
+    def _await_records(self) -> None:
+        """Wait a moment for the records of ranks that have failed and still run."""
+        deadline = time.monotonic() + MARGIN_S
+        failed = [rank for rank in self._ranks if rank.value is None]
+        while time.monotonic() < deadline and not all(one.is_gone() or one.record.exists() for one in failed):
+            time.sleep(POLL_S)
 
     def _failure(self, rank: "_Rank") -> RankFailure:
         """The failure of a rank that ended without a value."""
@@ -256,6 +271,7 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
             signal=signal.Signals(-code).name if code is not None and code < 0 else "",
             stack=rank.error or OWN_LINES.sub("", stacks),
             output=rank.output(),
+            flight=_flight(rank.record),
         )
 
 
@@ -263,6 +279,8 @@ class _Rank:
     """One process, and what it has reported about its task.
 
     Attributes:
+        stacks: the file for its stacks.
+        record: the file for what torch's flight recorder holds there.
         doing: the last thing it said it was doing.
         value: what its task returned, pickled; None if it has not returned, or raised.
         error: the traceback of its task; empty if it did not raise.
@@ -275,6 +293,7 @@ class _Rank:
     ) -> None:
         self.number = number
         self.stacks = folder / f"rank-{number}.stacks"
+        self.record = folder / f"{PREFIX}{number}"
         self._log = folder / f"rank-{number}.output"
         self.pipe, theirs = Pipe()
         # -P: no module in the working directory shadows the standard library; -u: the last output is not
@@ -295,6 +314,7 @@ class _Rank:
 
     def begin(self, task: Task) -> None:
         """Start a task on this rank."""
+        self.record.unlink(missing_ok=True)
         self.value = None
         self.error = ""
         self.has_ended = self.was_told_to_end = False
@@ -338,6 +358,13 @@ class _Rank:
         with self._log.open("rb") as file:
             file.seek(max(self._read_before, self._log.stat().st_size - KEPT_OUTPUT_BYTES))
             return file.read().decode(errors="replace")
+
+
+def _flight(file: Path) -> Flight | None:
+    """What a rank's recorder held; None if it did not write it in time."""
+    with contextlib.suppress(UsageError):
+        return read([file])[0]
+    return None
 
 
 def _checked_device(device: str | None, size: int) -> str:

@@ -20,6 +20,7 @@ from typing import IO, TYPE_CHECKING, Any
 import cloudpickle
 
 from ddpopt.errors import UsageError
+from ddpopt.ranks.black_box import keeping_record, written
 from ddpopt.ranks.environment import own_rank, own_size
 from ddpopt.ranks.limits import Limits
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 # A collective that a peer never enters times out before the task does, so the task sees its exception.
 COLLECTIVE_SHARE = 0.8
+ASKED = "asked"
+"""With the number of a task, the name of the file with which the pool asks for records."""
 
 Task = tuple[str, float]
 """The name of a file with a pickled function and its arguments, and the deadline by ``time.monotonic()``."""
@@ -41,7 +44,9 @@ class RankProcess:
         number: number of the running task.
     """
 
-    def __init__(self, pipe: "Connection[Any, Any]", port: int, device: str, stacks: IO[str]) -> None:
+    def __init__(
+        self, pipe: "Connection[Any, Any]", port: int, device: str, stacks: IO[str], folder: Path
+    ) -> None:
         """Store the connection; sends nothing yet.
 
         Args:
@@ -49,10 +54,12 @@ class RankProcess:
             port: port of the store that the pool holds.
             device: ``"cpu"`` or ``"cuda"``.
             stacks: the file to write stacks to.
+            folder: the folder for what torch's flight recorder holds.
         """
         self.number = 0
         self._pipe = pipe
         self._port = port
+        self._folder = folder
         self._backend = "nccl" if device == "cuda" else "gloo"
         self._limits = Limits(stacks, partial(self._say, "doing"))
 
@@ -119,6 +126,7 @@ class RankProcess:
             # Report this exception even if the pool asks this rank to end because a peer is gone.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             self._say("raised", traceback.format_exc())
+            written(self._folder, own_rank())
             raise
 
     def _say(self, kind: str, what: object) -> None:
@@ -143,8 +151,12 @@ def main(pipe: "Connection[Any, Any]", stacks_name: str) -> None:
     faulthandler.register(signal.SIGTERM, stacks, all_threads=True, chain=True)
     with contextlib.suppress(BaseException):
         port, device, host = pipe.recv()
-        process = RankProcess(pipe, port, device, stacks)
-        with process.telling_errors():
+        folder = Path(stacks_name).parent
+        process = RankProcess(pipe, port, device, stacks, folder)
+        recorded = keeping_record(
+            folder, own_rank(), is_asked=lambda: (folder / f"{ASKED}-{process.number}").exists()
+        )
+        with recorded, process.telling_errors():
             cloudpickle.loads(host)(process)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # a task may have closed it

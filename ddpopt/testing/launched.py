@@ -11,6 +11,7 @@ import os
 import signal
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 
@@ -20,6 +21,7 @@ from _pytest.reports import TestReport
 from _pytest.runner import runtestprotocol
 
 from ddpopt.ranks.arrival import Arrival, address_towards, announced_by_gloo, unreachable
+from ddpopt.ranks.black_box import keeping_record_of_launched
 from ddpopt.ranks.environment import own_rank, own_size
 from ddpopt.ranks.group import gpu_for_each_rank
 from ddpopt.ranks.limits import Limits
@@ -57,6 +59,8 @@ class LaunchedRank:
         self._number = 0
         self._lost = False
         self.on_gpu = False
+        self._recorded = ExitStack()
+        self._recorded.enter_context(keeping_record_of_launched(own_rank()))
         signal.signal(signal.SIGTERM, self._stop)
 
     @property
@@ -131,6 +135,7 @@ class LaunchedRank:
         """Wait until the peers have shown their results: the launcher ends all ranks when one fails."""
         if not self._lost:
             self._exchange("ended", "", LAST_WORDS_S)
+        self._recorded.close()
 
     def _exchange(self, what: str, text: str, limit_s: float) -> list[str | None]:
         """Exchange texts between all ranks; None for ranks that sent none in time."""

@@ -77,13 +77,16 @@ class Pools:
             answers = pool.run(PooledRank.run, item.nodeid, following, limit_s=limit_s)
             texts: dict[int, str] = dict(enumerate(answers))
             failures: dict[int, RankFailure] = {}
+            parting = ""
         except RanksFailed as failed:
             texts = {} if doing else failed.values
+            parting = failed.parting
             failures = {failure.rank: failure for failure in failed.failures}
         reports = [from_text(item.config, texts[rank]) if rank in texts else [] for rank in range(needs.size)]
         for rank, failure in failures.items():
             wrote = f"{failure.output}{failure.stack}"[-SHOWN_OUTPUT:]
-            reports[rank] = lost(item, f"{doing}this rank {failure.how}; it wrote:\n{wrote}")
+            said = f"{doing}this rank {failure.how}; it wrote:\n{wrote}\n{parting}".strip("\n")
+            reports[rank] = lost(item, said)
         return merge(reports)
 
     def close(self) -> None:

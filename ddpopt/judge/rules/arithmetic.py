@@ -170,6 +170,8 @@ def arithmetic_of(
     terms: Sum | None = None,
     sent_as: torch.dtype | None = None,
     chance: float = FALSE_ALARM,
+    *,
+    same_path: bool = False,
 ) -> Arithmetic:
     """L2: learn the size of eager's rounding errors from eager runs on neighboring data.
 
@@ -189,6 +191,8 @@ def arithmetic_of(
         terms: the contributions of the ranks, if the result is their mean.
         sent_as: the dtype in which it is summed, if not its own.
         chance: the probability of calling a right number wrong; smaller where there are more of them.
+        same_path: whether the float64 run is known to take eager's path, as its forward shows. Then it may be
+            far from all samples: where tanh is almost 1, its derivative is a rounding error that they share.
 
     Returns:
         The truth and the size of eager's errors. If there is no reference, or it took another path (another
@@ -206,13 +210,10 @@ def arithmetic_of(
     # an integer that rounding does not change is exact
     dtype = kind if kind.is_floating_point else torch.float64
     if reference is not None:
-        found = exact(reference).where(settled, 0)
-        spread = quadratic_mean([rms(value - center) for value in values])
-        reach = max(spread, unit_roundoff(dtype) * rms(found))
         note = "float64 takes a different path through this model"
-        if rms(values[0] - found) <= CREDIBLE * tail_factor(len(values)) * reach:
+        if same_path or is_near_eager(samples, reference):
             factor = tail_factor(len(values), chance)
-            truth = found
+            truth = exact(reference).where(settled, 0)
             note = ""
     return Arithmetic(
         truth=truth,
@@ -226,6 +227,26 @@ def arithmetic_of(
         rows=_rows_of_different_size(truth, values, chance, centered=bool(note)),
         note=note,
     )
+
+
+def is_near_eager(samples: Sequence[Tensor], reference: Tensor | None) -> bool:
+    """Whether a number in float64 is as near to eager's as rounding explains, so that it took the same path.
+
+    Args:
+        samples: as for `arithmetic_of`.
+        reference: the number in float64; None if there is none, which is near to nothing.
+    """
+    if reference is None:
+        return False
+    stacked = torch.stack([exact(sample) for sample in samples])
+    settled = stacked.isfinite().all(0)
+    values = stacked.where(settled, 0)
+    found = exact(reference).where(settled, 0)
+    spread = quadratic_mean([rms(value - values.mean(0)) for value in values])
+    kind = dense(samples[0]).dtype
+    unit = unit_roundoff(kind if kind.is_floating_point else torch.float64)
+    reach = max(spread, unit * rms(found))
+    return rms(values[0] - found) <= CREDIBLE * tail_factor(len(values)) * reach
 
 
 def projection(value: Tensor, truth: Tensor) -> float:

@@ -23,7 +23,7 @@ from ddpopt.cases.case import Case
 from ddpopt.cases.option_cases import cast
 from ddpopt.judge.compare import Sum, exact
 from ddpopt.judge.engines.engine import Named
-from ddpopt.judge.rules.arithmetic import FALSE_ALARM, Arithmetic, arithmetic_of
+from ddpopt.judge.rules.arithmetic import FALSE_ALARM, Arithmetic, arithmetic_of, is_near_eager
 from ddpopt.judge.training.record import (
     NumberKind,
     Record,
@@ -181,12 +181,26 @@ def learned(
         own, *others = (_values(run, step, moment, runs[0], written) for run in runs)
         wide = {} if truth is None else _values(truth, step, moment, runs[0], written)
         terms = sums[step] if step < len(sums) else {}
-        found.append({})
-        for name, value in own.items():
-            samples = [value, *(other[name] for other in others if name in other)]
-            key = labeled(plain(name), moment.moment, is_extra=moment.moment in runs[0].extras)
-            reference = None if key in unstable else wide.get(name)
-            found[-1][name] = arithmetic_of(samples, reference, terms.get(name), sent_as, chance)
+        is_extra = moment.moment in runs[0].extras
+        samples = {
+            name: [value, *(other[name] for other in others if name in other)] for name, value in own.items()
+        }
+        references = {
+            name: None
+            if labeled(plain(name), moment.moment, is_extra=is_extra) in unstable
+            else wide.get(name)
+            for name in own
+        }
+        forward = [name for name, (kind, _) in left_behind(moment).items() if kind is NumberKind.FORWARD]
+        same_path = all(is_near_eager(samples[name], references[name]) for name in forward)
+        found.append(
+            {
+                name: arithmetic_of(
+                    samples[name], references[name], terms.get(name), sent_as, chance, same_path=same_path
+                )
+                for name in own
+            }
+        )
     return found
 
 

@@ -149,6 +149,18 @@ def _rms(value: Array) -> float:
     return math.sqrt(float(np.vdot(value, value)) / value.size) if value.size else 0.0
 
 
+def is_explained(scale: Scale, neighbors: Sequence[Distance], own: Distance) -> bool:
+    """Whether a run in float64 is as near to eager as rounding explains, so that it took the same path.
+
+    Args:
+        scale: of eager's number.
+        neighbors: the distances of its neighbors.
+        own: the distance of the run in float64.
+    """
+    spread = quadratic_mean([each.rms for each in neighbors])
+    return own.rms <= CREDIBLE * envelope_factor(len(neighbors)) * max(spread, scale.unit)
+
+
 @dataclass(frozen=True)
 class Band:
     """The envelope of one number at one step.
@@ -219,7 +231,7 @@ def band(
         scale: of eager's number.
         neighbors: the distances of its neighbors; a neighbor that has no such number is infinitely far.
         own: the distance of a run in float64: the errors that eager and all its neighbors share, such as that
-            of one order of summation. None if there is none.
+            of one order of summation. None if there is none, or it took another path.
         chance: the probability of calling a right number wrong.
 
     Returns:
@@ -227,8 +239,7 @@ def band(
     """
     factor = envelope_factor(len(neighbors), chance)
     spread = quadratic_mean([each.rms for each in neighbors])
-    if own is None or own.rms > CREDIBLE * factor * max(spread, scale.unit):  # it took another path
-        own = Distance(0.0, 0.0, 0.0)
+    own = own or Distance(0.0, 0.0, 0.0)
     spread = math.hypot(spread, own.rms)
     largest = math.hypot(quadratic_mean([each.largest for each in neighbors]), own.largest)
     bias = math.hypot(quadratic_mean([each.bias for each in neighbors]), own.bias)

@@ -4,7 +4,7 @@ Invariant: all ranks take part in every run, so every method is a collective of 
 """
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -22,10 +22,11 @@ from ddpopt.judge.rules.failing import own_of, told
 from ddpopt.judge.rules.outcome import without_reference
 from ddpopt.judge.rules.reference import Reference
 from ddpopt.judge.rules.rounding import perturbed, perturbed_state, widened
+from ddpopt.judge.training.record import NumberKind
 from ddpopt.judge.training.trainer import Option, Trainer
 from ddpopt.judge.training.updating import LEARNING_RATE, MOMENTUM, Recipe
-from ddpopt.judge.trajectory.envelope import NEIGHBORS, NOWHERE, Band, Distance, Scale, band
-from ddpopt.judge.trajectory.track import ComparedRun, Track
+from ddpopt.judge.trajectory.envelope import NEIGHBORS, NOWHERE, Band, Distance, band, is_explained
+from ddpopt.judge.trajectory.track import ComparedRun, KnownNumber, Track
 
 WITH_STATE = Recipe(SGD, {"lr": LEARNING_RATE, "momentum": MOMENTUM})
 """Of an option that trains without an optimizer, whose state would be the first to carry an error on."""
@@ -90,8 +91,7 @@ class FreeRun:
             neighbors = list(self._neighbors())
             wide = self._in_float64()
             self._bands = [
-                {name: _band(known.scale, place, name, neighbors, wide) for name, known in numbers.items()}
-                for place, numbers in enumerate(self.track.steps)
+                _bands_at(place, numbers, neighbors, wide) for place, numbers in enumerate(self.track.steps)
             ]
         return self._bands
 
@@ -132,11 +132,25 @@ def _from(state: Named, trainer: Trainer) -> None:
     trainer.parallel.load(state)
 
 
-def _band(
-    scale: Scale, place: int, name: str, neighbors: Sequence[ComparedRun], wide: ComparedRun | None
-) -> Band:
-    far = [_distance(run, place, name) for run in neighbors]
-    return band(scale, far or [NOWHERE], None if wide is None else _distance(wide, place, name))
+def _bands_at(
+    place: int,
+    numbers: Mapping[str, KnownNumber],
+    neighbors: Sequence[ComparedRun],
+    wide: ComparedRun | None,
+) -> dict[str, Band]:
+    """The envelope of each number at one step.
+
+    A run in float64 counts for every number of the step if its forward takes eager's path; else for those
+    that are near to eager's.
+    """
+    distances = {name: [_distance(run, place, name) for run in neighbors] or [NOWHERE] for name in numbers}
+    own = {name: NOWHERE if wide is None else _distance(wide, place, name) for name in numbers}
+    near = {name: is_explained(known.scale, distances[name], own[name]) for name, known in numbers.items()}
+    same_path = all(near[name] for name, known in numbers.items() if known.kind is NumberKind.FORWARD)
+    return {
+        name: band(known.scale, distances[name], own[name] if same_path or near[name] else None)
+        for name, known in numbers.items()
+    }
 
 
 def _distance(neighbor: ComparedRun, place: int, name: str) -> Distance:

@@ -4,6 +4,7 @@ Tasks fail here in every way that a rank can fail, each under a limit far below 
 """
 
 import ctypes
+import importlib
 import logging
 import os
 import signal
@@ -17,6 +18,7 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from ddpopt.errors import InfrastructureError, UsageError
@@ -95,10 +97,10 @@ def script(folder: Path, text: str) -> str:
     return str(folder / "script.py")
 
 
-def start(*words: str) -> "subprocess.Popen[str]":
+def start(*words: str, folder: Path | None = None) -> "subprocess.Popen[str]":
     command, pipe = [sys.executable, *words], subprocess.PIPE
     environment = {**environment_of_no_rank(), "PYTHONPATH": str(REPOSITORY)}
-    return subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True)
+    return subprocess.Popen(command, cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True)
 
 
 def finish(process: "subprocess.Popen[str]") -> tuple[int, str]:
@@ -336,6 +338,67 @@ def test_a_stopped_process_cannot_keep_a_run_from_ending_at_its_limit() -> None:
     assert error.failures[1].kind == "stalled"
 
 
+# ------------------------------------------------------------------------------------------ where ranks part
+
+
+def part(how: str) -> None:
+    """What a rank does where its peer sends a sum of four numbers."""
+    if how == "raises":
+        raise ValueError("mine")
+    if how == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "stops":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if how == "stalls":
+        time.sleep(1000)
+    if how == "sends another kind":
+        dist.broadcast(torch.ones(4), 1)
+    if how == "leaves":
+        return
+    dist.all_reduce(torch.ones(4))
+
+
+SENT = "all_reduce of Float [4]"
+BEHIND = "rank 1 has not entered it; the last before was 1, all_reduce of Float [3]"
+ALONE = f"rank 0 waits in group 0 (default_pg), collective 2, {SENT}"
+PARTINGS = {
+    "raises": BEHIND,
+    "dies": ALONE,
+    "stops": ALONE,
+    "stalls": BEHIND,
+    "sends another kind": "rank 1 sent broadcast of Float [4]",
+    "leaves": ALONE,
+}
+"""What is said of each; nobody has a record of a rank that is killed, or that has left."""
+PARTS_BY_DAY = ("raises", "sends another kind")
+
+
+@pytest.mark.parametrize(
+    "how", [pytest.param(how, marks=() if how in PARTS_BY_DAY else pytest.mark.nightly) for how in PARTINGS]
+)
+def test_where_ranks_part_is_said_however_one_fails(how: str) -> None:
+    def task(ranks: Ranks) -> None:
+        dist.all_reduce(torch.ones(3))
+        if ranks.rank == 1:
+            part(how)
+        else:
+            dist.all_reduce(torch.ones(4))
+
+    def warm(ranks: Ranks) -> None:  # what is sent in an earlier task is none of this one's
+        importlib.import_module("torch._dynamo")
+        for size in (5, 6, 7):
+            dist.all_reduce(torch.ones(size))
+
+    with Pool(2) as pool:
+        pool.run(warm, limit_s=AMPLE_S)
+        with pytest.raises(RanksFailed) as caught:
+            pool.run(task, limit_s=8.0)
+    said = str(caught.value)
+    assert caught.value.parting in said
+    assert PARTINGS[how] in said
+    assert "[5]" not in said
+
+
 # ------------------------------------------------------------------------------------ nothing is left behind
 
 
@@ -409,10 +472,12 @@ JOINED = ["0 of 2: [0, 10] ['done']", "1 of 2: [0, 10] []"]
 
 
 def test_torchruns_ranks_are_joined_and_each_that_passes_a_limit_shows_where_it_was(tmp_path: Path) -> None:
-    code, text = finish(start(*TWO_RANKS, script(tmp_path, JOINING), "stall"))
+    code, text = finish(start(*TWO_RANKS, script(tmp_path, JOINING), "stall", folder=tmp_path))
     assert joined_ranks_said(text) == JOINED, text
     assert "Timeout (0:00:02" in text or "Timeout (0:00:01" in text
     assert f'File "{tmp_path}/script.py", line 14 in <module>' in text
+    assert "what this rank sent is in ddpopt-hang/rank_" in text
+    assert [*(tmp_path / "ddpopt-hang").glob("rank_*")]
     assert code != 0
 
 

@@ -88,6 +88,21 @@ def test_without_float64_to_believe_the_samples_mean_is_the_truth(another_path: 
     assert not arithmetic(TRUTH.float() * 1.001, known).right
 
 
+@pytest.mark.parametrize("size", [5.0, 7.0, 8.0])
+def test_where_tanh_is_almost_1_its_derivative_is_a_rounding_error_that_all_samples_share(
+    size: float,
+) -> None:
+    x = size + drawn(0, 400) / 4
+    moved = [x * (1 + sign * 2**-24) for sign in (0, 1, -1, 1, -1, 1, -1, 1)]
+    samples = [1 - each.tanh().square() for each in moved]
+    truth = 1 - x.double().tanh().square()
+    small = torch.exp(-2 * x)  # another formula for tanh, as right as the first
+    other = 1 - ((1 - small) / (1 + small)).square()
+    known = arithmetic_of(samples, truth, same_path=True)
+    assert arithmetic(other, known).right
+    assert known.is_noise or not arithmetic(other * 2, known).right
+
+
 def test_an_exact_gradient_may_be_off_by_its_own_rounding_alone() -> None:
     truth = torch.ones(10, dtype=torch.float64)
     known = arithmetic_of([torch.ones(10)] * 8, truth)
