@@ -11,7 +11,8 @@ import torch
 
 from ddpopt.fuzz.cases import FoundCase, write_whole
 from ddpopt.judge.locating.scripting import REACHED, command_of, rendered
-from ddpopt.judge.rules.arithmetic import CREDIBLE, centered_factor, tail_factor
+from ddpopt.judge.rules.arithmetic import CREDIBLE
+from ddpopt.judge.rules.factors import centered_factor, tail_factor
 from ddpopt.judge.rules.outcome import EXACT
 from ddpopt.judge.rules.rounding import SAMPLES
 from ddpopt.judge.training.updating import LEARNING_RATE

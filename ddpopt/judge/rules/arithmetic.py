@@ -8,12 +8,10 @@ Invariant: all zeros do not pass where the truth is more than noise, and a numbe
 only with a note.
 """
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import mpmath
 import torch
 from torch import Tensor
 
@@ -31,9 +29,8 @@ from ddpopt.judge.compare import (
     ulps,
     unit_roundoff,
 )
+from ddpopt.judge.rules.factors import FALSE_ALARM, centered_factor, tail_factor
 
-FALSE_ALARM = 1e-6
-"""Probability that a right gradient is called wrong at L2, if it has a single element and normal errors."""
 CREDIBLE = 10.0
 """A float64 reference this many times further from eager than eager's own spread took another path."""
 COARSE = 1e-4
@@ -46,51 +43,6 @@ OCTAVES = 6
 NOISE = "nothing but noise"
 HIDDEN = "rounding may be as large as these values, so a wrong value may pass at L2"
 ZERO_TOO = "all zeros, as in eager, where float64 has other values"
-
-
-@functools.cache
-def tail_factor(samples: int, chance: float = FALSE_ALARM) -> float:
-    r"""The bound for one more error of the same kind, as a multiple of the samples' root mean square.
-
-    For n errors drawn from a normal distribution around zero, the ratio of one more error to their root mean
-    square follows Student's t distribution with n degrees of freedom. This is its two-sided quantile. An
-    error that is the norm of many elements varies less, so for it the chance is smaller still.
-
-    Source: Student, "The probable error of a mean", Biometrika 6 (1908).
-
-    Args:
-        samples: n.
-        chance: the probability of exceeding the bound.
-
-    Returns:
-        The factor.
-
-    >>> round(tail_factor(8), 1)
-    13.3
-    """
-
-    def exceeded(log_t: mpmath.mpf) -> mpmath.mpf:
-        x = samples / (samples + mpmath.exp(2 * log_t))
-        return mpmath.log(mpmath.betainc(samples / 2, 0.5, 0, x, regularized=True) / chance)
-
-    return math.exp(mpmath.findroot(exceeded, (0, 20), solver="anderson"))
-
-
-def centered_factor(samples: int, chance: float = FALSE_ALARM) -> float:
-    r"""The same factor for errors relative to the samples' own mean, if the truth is not known.
-
-    The mean of n samples follows them: their deviations from it have a mean square of only
-    :math:`(n - 1) / n` times the variance, with n - 1 degrees of freedom, and one more sample's deviation has
-    a variance of :math:`(n + 1) / n` times it. Hence Student's quantile with n - 1 degrees of freedom, times
-    :math:`\sqrt{(n + 1) / (n - 1)}`, as in the prediction interval for one more observation. Infinite for a
-    single sample, which has no spread.
-
-    >>> round(centered_factor(8), 1)
-    17.9
-    """
-    if samples < 2:
-        return math.inf
-    return tail_factor(samples - 1, chance) * math.sqrt((samples + 1) / (samples - 1))
 
 
 @dataclass(frozen=True)
@@ -209,21 +161,27 @@ def arithmetic_of(
     kind = dense(samples[0]).dtype
     # an integer that rounding does not change is exact
     dtype = kind if kind.is_floating_point else torch.float64
+    is_near = False
     if reference is not None:
+        is_near = is_near_eager(samples, reference)
         note = "float64 takes a different path through this model"
-        if same_path or is_near_eager(samples, reference):
+        if same_path or is_near:
             factor = tail_factor(len(values), chance)
             truth = exact(reference).where(settled, 0)
             note = ""
+    mean_square = quadratic_mean([rms(value - truth) for value in values])
+    scale = quadratic_mean([projection(value, truth) - 1 for value in values])
+    if not (note or is_near):  # errors that all elements share do not average out in a projection
+        scale = mean_square / rms(truth) if truth.any() else math.inf
     return Arithmetic(
         truth=truth,
-        mean_square=quadratic_mean([rms(value - truth) for value in values]),
+        mean_square=mean_square,
         largest=quadratic_mean([largest((value - truth).abs()) for value in values]),
         floor=_floor(truth, terms, dtype, sent_as),
         factor=factor,
         eager=eager,
         settled=settled,
-        scale=quadratic_mean([projection(value, truth) - 1 for value in values]),
+        scale=scale,
         rows=_rows_of_different_size(truth, values, chance, centered=bool(note)),
         note=note,
     )

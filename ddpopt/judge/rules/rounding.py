@@ -23,7 +23,8 @@ from ddpopt.cases.case import Case
 from ddpopt.cases.option_cases import cast
 from ddpopt.judge.compare import Sum, exact
 from ddpopt.judge.engines.engine import Named
-from ddpopt.judge.rules.arithmetic import FALSE_ALARM, Arithmetic, arithmetic_of, is_near_eager
+from ddpopt.judge.rules.arithmetic import Arithmetic, arithmetic_of, is_near_eager
+from ddpopt.judge.rules.factors import FALSE_ALARM
 from ddpopt.judge.training.record import (
     NumberKind,
     Record,

@@ -15,8 +15,9 @@ from ddpopt.cases.case import Case
 from ddpopt.cases.option_cases import in_dtype
 from ddpopt.judge.compare import Difference, Sum, bitwise, communication, dense, exact
 from ddpopt.judge.engines.engine import Engine, Named
-from ddpopt.judge.rules.arithmetic import FALSE_ALARM, Arithmetic, arithmetic
+from ddpopt.judge.rules.arithmetic import Arithmetic, arithmetic
 from ddpopt.judge.rules.bench import Subject
+from ddpopt.judge.rules.factors import FALSE_ALARM
 from ddpopt.judge.rules.ladder import NOT_FINITE, RESUMMED, Sheet
 from ddpopt.judge.rules.rounding import (
     SAMPLES,

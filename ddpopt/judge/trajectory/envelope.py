@@ -11,7 +11,7 @@ an envelope.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,11 +22,10 @@ from ddpopt.judge.rules.arithmetic import (
     COARSE,
     COARSE_SCALARS,
     CREDIBLE,
-    FALSE_ALARM,
     FINE_SCALARS,
-    centered_factor,
     quadratic_mean,
 )
+from ddpopt.judge.rules.factors import FALSE_ALARM, centered_factor
 
 Array = NDArray[Any]
 NEIGHBORS = 12
@@ -240,6 +239,8 @@ def band(
     factor = envelope_factor(len(neighbors), chance)
     spread = quadratic_mean([each.rms for each in neighbors])
     own = own or Distance(0.0, 0.0, 0.0)
+    if not is_explained(scale, neighbors, own):  # errors that all elements share do not average out
+        own = replace(own, bias=own.rms / scale.rms if scale.rms else math.inf)
     spread = math.hypot(spread, own.rms)
     largest = math.hypot(quadratic_mean([each.largest for each in neighbors]), own.largest)
     bias = math.hypot(quadratic_mean([each.bias for each in neighbors]), own.bias)

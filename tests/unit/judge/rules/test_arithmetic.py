@@ -13,10 +13,9 @@ from ddpopt.judge.rules.arithmetic import (
     ZERO_TOO,
     arithmetic,
     arithmetic_of,
-    centered_factor,
     projection,
-    tail_factor,
 )
+from ddpopt.judge.rules.factors import centered_factor, tail_factor
 
 
 def drawn(seed: int, *shape: int) -> Tensor:
@@ -100,7 +99,7 @@ def test_where_tanh_is_almost_1_its_derivative_is_a_rounding_error_that_all_samp
     other = 1 - ((1 - small) / (1 + small)).square()
     known = arithmetic_of(samples, truth, same_path=True)
     assert arithmetic(other, known).right
-    assert known.is_noise or not arithmetic(other * 2, known).right
+    assert known.is_noise or not arithmetic(torch.zeros(400), known).right
 
 
 def test_an_exact_gradient_may_be_off_by_its_own_rounding_alone() -> None:
