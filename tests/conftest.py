@@ -1,5 +1,6 @@
 """What several folders of tests share."""
 
+import gc
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -12,24 +13,24 @@ if TYPE_CHECKING:
 collect_ignore = ["support"]
 
 
-@pytest.fixture(scope="session")
-def compiling_quickly() -> Iterator[None]:
-    """Dynamo does without what nobody reads here, and what costs a third of the time of most tests."""
+@pytest.fixture(scope="session", autouse=True)
+def spared() -> Iterator[None]:
+    """Collections of garbage do not go through imported modules.
+
+    Folders whose tests compile little have a fixture of their own by this name.
+    """
     from ddpopt.judge.trials.on_rank import gc_frozen  # heavy, and not needed to collect tests
 
     with gc_frozen():
         yield
 
 
-@pytest.fixture(scope="module", autouse=True)
-def spared(compiling_quickly: None) -> None:
-    """What earlier modules left is no garbage, and the collections in each trial do not go through it.
+def pytest_runtest_setup() -> None:
+    # Nor through what earlier tests left: a trial collects dozens of times, which took half of its time.
+    if gc.get_freeze_count() > 0:
+        from ddpopt.judge.trials.on_rank import collect_and_freeze
 
-    Folders whose tests compile little have a fixture of their own by this name.
-    """
-    from ddpopt.judge.trials.on_rank import collect_and_freeze
-
-    collect_and_freeze()
+        collect_and_freeze()
 
 
 @pytest.fixture(scope="module")

@@ -6,11 +6,6 @@ from collections.abc import Callable, Iterator
 import pytest
 
 
-@pytest.fixture(scope="session", autouse=True)
-def spared(compiling_quickly: None) -> None:
-    """Many a unit is judged by what it compiles."""
-
-
 @pytest.fixture
 def said(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
     """What ddpopt logs from INFO on, with the level; also what it had said before."""

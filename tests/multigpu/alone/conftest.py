@@ -8,7 +8,7 @@ import pytest
 from ddpopt.ranks.environment import environment_of_no_rank
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="session", autouse=True)
 def spared() -> None:
     """Nothing: getting ready to compile takes seconds."""
 
