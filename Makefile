@@ -29,7 +29,7 @@ DEV_STAMP := $(VENV)/.installed-$(TORCH_VERSION)-dev
 # One run gives one summary. conftest.py gives all tests that start ranks to one worker; the others run the rest.
 # Eight workers are the limit, as each has torch in memory. A crashed worker ends the run: xdist would wait for it.
 ALL_CORES := -n auto --maxprocesses 8 --max-worker-restart 0
-BENCHMARKS := planning compile step alignment
+BENCHMARKS := planning compile step alignment simulate
 # The benchmarks that read the clock; their timings are also kept for `python -m pyperf compare_to`.
 TIMED := planning compile step
 kept = --json benchmarks/results/$(1).json $(if $(filter $(1),$(TIMED)),--pyperf benchmarks/results/$(1).pyperf.json)

@@ -22,7 +22,7 @@ from pathlib import Path
 from benchmarks.report import Section, missing, section_of, show_claims, wide_console
 from ddpopt.errors import UsageError
 
-MEASUREMENTS = ("planning", "compile", "step", "alignment")
+MEASUREMENTS = ("planning", "compile", "step", "alignment", "simulate")
 """The names of the measurements' modules and files."""
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
