@@ -13,6 +13,10 @@ if TYPE_CHECKING:
 collect_ignore = ["support"]
 
 
+_sparing: list[bool] = []
+"""Not empty once imported modules are spared; to ask Python for it takes as long as a collection."""
+
+
 @pytest.fixture(scope="session", autouse=True)
 def spared() -> Iterator[None]:
     """Collections of garbage do not go through imported modules.
@@ -22,12 +26,22 @@ def spared() -> Iterator[None]:
     from ddpopt.judge.trials.on_rank import gc_frozen  # heavy, and not needed to collect tests
 
     with gc_frozen():
+        _sparing.append(True)
         yield
+        _sparing.clear()
 
 
 def pytest_runtest_setup() -> None:
     # Nor through what earlier tests left: a trial collects dozens of times, which took half of its time.
-    if gc.get_freeze_count() > 0:
+    if _sparing:
+        gc.collect()
+        gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def trimmed(spared: None) -> None:
+    """Freed memory goes back to the system, which takes too long to do for each test."""
+    if _sparing:
         from ddpopt.judge.trials.on_rank import collect_and_freeze
 
         collect_and_freeze()

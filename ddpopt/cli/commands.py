@@ -56,9 +56,9 @@ class CommandGroup(TyperGroup):
 def _tell(problem: str) -> None:
     """Print a problem; none of torchrun's ranks waits for this one, and what all have is printed once."""
     if has_launched_peers():
-        from ddpopt.ranks.arrival import meeting  # heavy
+        from ddpopt.ranks.arrival import tells  # heavy
 
-        if not meeting().fail(problem):
+        if not tells(problem):
             return
     typer.echo(f"ddpopt: error: {problem}", err=True)
 

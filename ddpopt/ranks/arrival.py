@@ -138,6 +138,17 @@ def meeting() -> Meeting:
     return Meeting(store, rank, size)
 
 
+def tells(problem: str) -> bool:
+    """Whether this rank of torchrun tells people of a problem of its own; the other ranks learn of it.
+
+    Args:
+        problem: why it cannot go on.
+    """
+    with suppress(RuntimeError):  # without torchrun's store nobody else can tell it
+        return meeting().fail(problem)
+    return True
+
+
 def unreachable(arrivals: Sequence[Arrival]) -> str:
     """Say which ranks other machines cannot reach.
 

@@ -24,9 +24,11 @@ from ddpopt.planning.plan import Bucket, Plan, Segment
 from ddpopt.step.graphs import CapturedStep
 from ddpopt.step.replicas import AVERAGE, Replica
 from ddpopt.step.settings import WHAT, Fusion
+from ddpopt.step.transport import Transport, transport_of
 
 aten: Any = torch.ops.aten
 c10d: Any = torch.ops._c10d_functional
+prims: Any = torch.ops.prims
 
 
 def digests(captured: CapturedStep) -> dict[str, int]:
@@ -34,7 +36,7 @@ def digests(captured: CapturedStep) -> dict[str, int]:
     sent: dict[str, list[Any]] = {}
     for replica, plan in zip(captured.replicas, captured.plans, strict=True):
         buckets = [(bucket.params, bucket.nbytes) for bucket in plan.buckets]
-        sent.setdefault(replica.ddp.process_group.group_name, []).append(buckets)
+        sent.setdefault(replica.ddp.process_group.group_name, []).append((buckets, transport_of(replica.ddp)))
     for node in captured.gm.graph.nodes:
         if str(node.target).startswith("_c10d_functional") and node.args[-1] in sent:
             shape = tuple(getattr(node.meta.get("val"), "shape", ()))
@@ -96,19 +98,28 @@ def insert_collectives(captured: CapturedStep, plans: Sequence[Plan], fusion: Fu
     order = {node: place for place, node in enumerate(graph.nodes)}
     for number, plan in enumerate(plans):
         prefix = "" if len(plans) == 1 else f"module_{number}_"
-        group = captured.replicas[number].ddp.process_group
+        ddp: Any = captured.replicas[number].ddp
+        transport = transport_of(ddp)
+        assert transport is not None  # the module was checked
         for bucket in plan.buckets:
             nodes = sorted((marked[number, name] for name in bucket.params), key=order.__getitem__)
             readers = [user for node in nodes for user in node.users if user not in nodes]
             reader = min(readers, key=order.__getitem__, default=graph.output_node())
             if order[reader] < order[nodes[-1]]:
                 raise UsageError(f"{WHAT}: {bucket.params[0]!r} is used before all backwards; run them first")
-            _send(graph, f"{prefix}bucket_{bucket.index}", nodes, reader, fusion, group)
+            label = f"{prefix}bucket_{bucket.index}"
+            _send(graph, label, nodes, reader, fusion, ddp.process_group, transport)
     captured.gm.recompile()
 
 
 def _send(
-    graph: fx.Graph, label: str, nodes: Sequence[fx.Node], reader: fx.Node, fusion: Fusion, group: Any
+    graph: fx.Graph,
+    label: str,
+    nodes: Sequence[fx.Node],
+    reader: fx.Node,
+    fusion: Fusion,
+    group: Any,
+    transport: Transport,
 ) -> None:
     """Put a collective where its last gradient is ready, and the wait where the first one is read.
 
@@ -119,22 +130,29 @@ def _send(
         reader: the first node that reads one of them.
         fusion: how they are sent together.
         group: the process group.
+        transport: how they are scaled, and in which dtype they are sent.
     """
 
     def add(what: str, target: Callable[..., Any], *args: Any) -> fx.Node:
         return graph.create_node("call_function", target, args, name=f"{label}_{what}")
 
+    def converted(what: str, part: fx.Node, dtype: torch.dtype) -> fx.Node:
+        if transport.dtype is None:
+            return part
+        return add(what, prims.convert_element_type.default, part, dtype)
+
     name = str(group.group_name)
-    scale = 1.0 / group.size()
+    scale = (aten.div.Tensor, group.size()) if transport.divides else (aten.mul.Tensor, 1.0 / group.size())
     in_one_buffer = fusion == "concat"
     values = [node.meta["val"] for node in nodes]
     orders = [_order_in_memory(value) for value in values]
     scaled = []
-    for node, order in zip(nodes, orders, strict=True):
+    for node, value, order in zip(nodes, values, orders, strict=True):
         with graph.inserting_before(node.next):
             permuted = add("permuted", aten.permute.default, node.args[0], order)
             part = add("part", aten.reshape.default, permuted, [-1])
-            scaled.append(add("scaled", aten.mul.Tensor, part, scale))
+            part = converted("compressed", part, transport.dtype or value.dtype)
+            scaled.append(add("scaled", scale[0], part, scale[1]))
     with graph.inserting_before(scaled[-1].next):
         if in_one_buffer:
             flat = scaled[0] if len(scaled) == 1 else add("flat", aten.cat.default, scaled)
@@ -149,6 +167,7 @@ def _send(
             split = add("pieces", aten.split_with_sizes.default, parts[0], sizes)
             parts = [add("piece", operator.getitem, split, place) for place in range(len(nodes))]
         for node, value, order, part in zip(nodes, values, orders, parts, strict=True):
+            part = converted("decompressed", part, value.dtype)
             permuted = add("permuted", aten.view.default, part, [value.shape[at] for at in order])
             strides_back = [order.index(at) for at in range(len(order))]
             node.replace_all_uses_with(add("gradient", aten.permute.default, permuted, strides_back))

@@ -17,6 +17,7 @@ from ddpopt.ddp.specs import specs_from_ddp
 from ddpopt.errors import UnsupportedError, UsageError
 from ddpopt.planning.bucket_rule import ParamSpec
 from ddpopt.step.settings import WHAT
+from ddpopt.step.transport import transport_of
 
 torch.library.define("ddpopt::average", "(Tensor gradient, int slot) -> Tensor")
 AVERAGE: Any = torch.ops.ddpopt.average.default
@@ -83,7 +84,7 @@ def slots_of(replicas: Iterable[Replica]) -> Mapping[int, Sequence[Averaged]]:
 def require_plain_ddp(name: str, ddp: Any) -> None:
     """Check that a module has no options that a step does not know; raises UnsupportedError."""
     problems = {
-        "a communication hook": bool(ddp._get_ddp_logging_data().get("comm_hook")) or bool(ddp._comm_hooks),
+        "a communication hook that is none of torch's default ones": transport_of(ddp) is None,
         "mixed_precision": ddp.mixed_precision is not None,
         "a buffer hook": hasattr(ddp, "buffer_hook"),
         "join()": ddp._join_config.enable,

@@ -26,6 +26,8 @@ aten: Any = torch.ops.aten
 c10d: Any = torch.ops._c10d_functional
 STARTS = (c10d.all_reduce.default, c10d.all_reduce_coalesced.default, c10d.broadcast.default)
 WAIT = c10d.wait_tensor.default
+SCALES = (aten.mul.Tensor, aten.div.Tensor)
+"""How a gradient is scaled before it is sent."""
 Before = Mapping[fx.Node, Mapping[fx.Node, None]]
 """For each node, those that must come before it."""
 
@@ -78,7 +80,7 @@ def _fill(graph: fx.Graph) -> None:
         parts = cat.args[0]
         flat = cat.meta["val"]
         at = 0
-        scaled = all(p.target is aten.mul.Tensor and p.meta["val"].dtype == flat.dtype for p in parts)
+        scaled = all(p.target in SCALES and p.meta["val"].dtype == flat.dtype for p in parts)
         if scaled and flat.dim() == 1 and all(user.target is STARTS[0] for user in cat.users):
             with graph.inserting_before(min(parts).next):
                 bucket = graph.call_function(aten.new_empty.default, (min(parts), [flat.numel()]))

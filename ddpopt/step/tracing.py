@@ -34,6 +34,7 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.utils._pytree import tree_map_only
 
 from ddpopt.errors import UnsupportedError
+from ddpopt.step import fused
 from ddpopt.step.replicas import INSTEAD, Replica, broadcast_buffers, source_name
 from ddpopt.step.settings import WHAT
 
@@ -108,6 +109,7 @@ def _patches(seen: Seen) -> dict[str, Any]:
         "torch.nn.parallel.DistributedDataParallel.forward": forward,
         "torch.autograd.backward": _backward,
         "torch.optim.Optimizer.zero_grad": inspect.unwrap(Optimizer.zero_grad),
+        **fused.patches(),
         "torch._dynamo.graph_break": _nothing,
         "torch._dynamo.output_graph.OutputGraph._validate_outputs_safe_for_autograd_nodes": _nothing,
         "torch._dynamo.polyfills.accumulate_grad": accumulate,
@@ -242,10 +244,7 @@ class _Traced(variables.UserDefinedObjectVariable):
 
 def _optimizer(seen: Seen, value: Optimizer, **options: Any) -> Any:
     name = source_name(options["source"])
-    kind = type(value).__name__
-    seen.optimizers[id(value)] = f"{name} ({kind})", value
-    if any(group.get("fused") for group in value.param_groups):
-        raise UnsupportedError(f"{WHAT}: {name} is {kind}(fused=True), one opaque kernel; leave fused out")
+    seen.optimizers[id(value)] = f"{name} ({type(value).__name__})", value
     # not an OptimizerSource, for which Dynamo does not guard that a parameter is also the model's
     own = _Traced(value, **{**options, "source": options["source"].base})
     # without this, Dynamo would forget attributes that the step sets

@@ -40,8 +40,11 @@ from ddpopt.step.replicas import (
 )
 from ddpopt.step.settings import WHAT, StepSettings
 from ddpopt.step.tracing import Seen, traceable
+from ddpopt.step.transport import Transport, transport_of
 
 logger = logging.getLogger("ddpopt")
+CompiledFor = tuple[Plan | None, str, Transport | None]
+"""A DDP module's imposed plan, the name of its process group, and how it sends gradients."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,9 @@ class TrainStep:
         self._function = function
         self._settings = settings
         self._compiled = self._uncompiled()
-        self._compiled_for: WeakKeyDictionary[Any, tuple[Plan | None, str]] = WeakKeyDictionary()
+        self._compiled_for: WeakKeyDictionary[Any, tuple[Plan | None, str, Transport | None]] = (
+            WeakKeyDictionary()
+        )
         self._seen = Seen()
         self._compared = False
         self._replaced: WeakKeyDictionary[DistributedDataParallel, Sequence[Swap]] = WeakKeyDictionary()
@@ -193,9 +198,9 @@ class TrainStep:
                 raise UsageError(f"{WHAT}: overrides do not reach {met.name}; pass it to the step")
 
 
-def _read_of(ddp: Any) -> tuple[Plan | None, str]:
-    """What a graph is compiled for: a module's imposed plan, and its process group."""
-    return imposed_plan(ddp), ddp.process_group.group_name
+def _read_of(ddp: Any) -> CompiledFor:
+    """What a graph is compiled for."""
+    return imposed_plan(ddp), ddp.process_group.group_name, transport_of(ddp)
 
 
 def _named(node: fx.Node) -> str:

@@ -17,7 +17,8 @@ from torch import Tensor, fx, nn, optim
 from torch._inductor import config as inductor
 from torch._inductor.utils import fresh_cache, run_and_get_code
 from torch.autograd.graph import get_gradient_edge
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch does not mark its re-exports
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.utils._pytree import tree_leaves
@@ -32,7 +33,7 @@ from tests.support.refusals import refusal
 
 if torch.__version__ < "2.13":
     pytest.skip("ddpopt.train_step needs torch 2.13 or newer", allow_module_level=True)
-from ddpopt.step import tracing
+from ddpopt.step import tracing, transport
 
 WIDTH, ROUNDS, CAP_MB = 12, 5, 6e-4
 Make = Callable[[nn.Module], torch.optim.Optimizer]
@@ -253,10 +254,36 @@ def hook(model: Any, _: Any, step: int) -> None:
         model.module.layers[1].register_forward_hook(lambda _, __, output: output * 2)
 
 
+def sending(register: Callable[[Any], object]) -> Callable[[Any, Any, int], None]:
+    """Between the second and the third step, a communication hook is registered."""
+    return lambda model, _, step: register(model) if step == 1 else None  # type: ignore[return-value]  # what it returns is not read
+
+
 def adam(kind: Any = optim.Adam, **options: Any) -> Make:
     return lambda model: kind(model.parameters(), **{"lr": 0.01, **options})
 
 
+c10d: Any = dist  # torch does not mark its re-exports
+
+
+def bfloat16_hook(group: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """What torch's own hook does, which DDP takes on a GPU only."""
+    return default_hooks._compress_hook(torch.bfloat16, group, bucket)
+
+
+SENDING: dict[str, Callable[[Any], object]] = {
+    "averaging hook": lambda model: model.register_comm_hook(None, default_hooks.allreduce_hook),
+    "float16 hook": lambda model: model.register_comm_hook(
+        model.process_group, default_hooks.fp16_compress_hook
+    ),
+    "bfloat16 hook": lambda model: model.register_comm_hook(None, bfloat16_hook),
+    "built-in averaging hook": lambda model: model._register_builtin_comm_hook(
+        c10d.BuiltinCommHookType.ALLREDUCE
+    ),
+    "built-in float16 hook": lambda model: model._register_builtin_comm_hook(
+        c10d.BuiltinCommHookType.FP16_COMPRESS
+    ),
+}
 VIEWS = "gradient_as_bucket_view"
 WAYS = {
     "all of SGD": Way(optimizer=sgd(momentum=0.9, dampening=0.3, weight_decay=0.1, maximize=True)),
@@ -285,6 +312,12 @@ WAYS = {
     "imposed": Way(optimizer=sgd(), between=impose, graphs=2),
     "scheduled later": Way(optimizer=sgd(), between=schedule, graphs=2),
     "forward hook later": Way(between=hook, graphs=3),
+    **{name: Way(optimizer=sgd(), between=sending(register), graphs=2) for name, register in SENDING.items()},
+    "fused SGD": Way(optimizer=sgd(momentum=0.9, nesterov=True, fused=True), between=halve),
+    "fused Adam": Way(optimizer=adam(amsgrad=True, weight_decay=0.1, fused=True), between=halve),
+    "fused AdamW": Way(by_norm, adam(optim.AdamW, fused=True), between=halve),
+    "fused Adagrad": Way(optimizer=adam(optim.Adagrad, lr_decay=0.1, fused=True), between=halve),
+    "fused, a tensor as rate": Way(optimizer=adam(lr=torch.tensor(0.01), fused=True)),
 }
 
 
@@ -330,8 +363,11 @@ def differences(ranks: Ranks, found: Any, expected: Any, tolerance: float) -> li
         for fusion, by_day in {"concat": [*WAYS][::3], "coalesced": BY_DAY}.items()
     ],
 )
-def test_a_step_leaves_what_eager_leaves(ranks: Ranks, name: str, fusion: Any) -> None:
+def test_a_step_leaves_what_eager_leaves(
+    ranks: Ranks, name: str, fusion: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     way = WAYS[name]
+    monkeypatch.setitem(transport.HOOKS, bfloat16_hook, transport.HOOKS[default_hooks.bf16_compress_hook])
     expected = [*trained(way, ranks, lambda step: step)]
     made: list[Any] = []
 
@@ -342,9 +378,6 @@ def test_a_step_leaves_what_eager_leaves(ranks: Ranks, name: str, fusion: Any) -
     found = [*trained(way, ranks, decorate)]
     assert not differences(ranks, found, expected, way.tolerance)
     assert len(made[0].graphs) == way.graphs
-
-
-c10d: Any = dist  # torch does not mark its re-exports
 
 
 def test_several_models_groups_dtypes_and_optimizers_may_be_closed_over(ranks: Ranks) -> None:
@@ -419,7 +452,12 @@ def keep_a_hooked_node(model: Any) -> None:
 
 LATER: dict[str, Callable[[Any, Tensor], object]] = {
     "were replaced": lambda model, _: replace_a_parameter(model),
-    "model uses a communication hook": lambda model, _: model.register_comm_hook(None, allreduce_hook),
+    "model uses a communication hook that is none of torch's": lambda model, _: model.register_comm_hook(
+        None, lambda state, bucket: default_hooks.allreduce_hook(state, bucket)
+    ),
+    "communication hook that is": lambda model, _: model.register_comm_hook(
+        c10d.new_group(), default_hooks.allreduce_hook
+    ),
     "hooks on model.module.layers.0.weight": lambda model, _: next(model.parameters()).register_hook(abs),
     "AccumulateGrad node of model.module.layers.0.weight": lambda model, _: keep_a_hooked_node(model),
     "hooks on x;": lambda _, x: x.register_post_accumulate_grad_hook(abs),  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -630,7 +668,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "called twice": (twice_called, "although the outputs of the module's last forward do not depend on it"),
     "written output": (written, "an output of model, which DDP with static_graph=True copies in its first"),
     "another model's optimizer": (updating, "optimizer (SGD) holds no parameter of model"),
-    "fused": (updating, "optimizer is AdamW(fused=True)"),
 }
 
 
@@ -638,9 +675,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 def test_what_cannot_be_captured_is_said_and_leaves_everything_as_it_was(ranks: Ranks, name: str) -> None:
     function, words = REFUSED[name]
     model = MADE.get(name, lambda: DDP(Net()))()
-    fused = optim.AdamW(model.parameters(), fused=True)
-    optimizers = {"another model's optimizer": optim.SGD(OTHER.parameters()), "fused": fused}
-    more = (optimizers[name],) if name in optimizers else ()
+    more = (optim.SGD(OTHER.parameters()),) if name == "another model's optimizer" else ()
     before = [each.clone() for each in model.parameters()]
     flags = (
         [DDP.forward, optim.Optimizer.zero_grad, torch.autograd.backward],

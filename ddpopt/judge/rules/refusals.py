@@ -92,7 +92,6 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(r"cannot be captured as one graph", "step.md", "what Dynamo cannot trace", CAPTURED),
     Refusal(r"and it calls none; wrap the model", "step.md", "calls no DDP module", CAPTURED),
     Refusal(r"two backward passes of one step", "step.md", "two synchronized backward passes", CAPTURED),
-    Refusal(r"fused=True\), one opaque kernel", "step.md", "has a fused optimizer", CAPTURED),
     Refusal(r"holds no parameter of", "step.md", "has an optimizer of other parameters only", CAPTURED),
     Refusal(r"does not support hooks on", "step.md", "hooks on parameters or inputs", CAPTURED),
     Refusal(r"train_step cannot run under ", "step.md", "under a `TorchDispatchMode`", MODES),

@@ -154,7 +154,8 @@ BY_DAY = ("gate",)
 )
 def test_a_command_runs_on_both_and_the_first_writes(name: str, machines: Machines) -> None:
     command = COMMANDS[name]
-    ended = machines.run("--no-python", "--", "ddpopt", *command.words.split(), "--json", "found.json")
+    ddpopt = str(Path(sys.executable).parent / "ddpopt")
+    ended = machines.run("--no-python", "--", ddpopt, *command.words.split(), "--json", "found.json")
     assert [code for code, _ in ended] == [0, 0], ended
     first, second = machines.folders
     assert command.shows(json.loads((first / "found.json").read_text()))

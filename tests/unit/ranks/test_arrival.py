@@ -77,6 +77,14 @@ def test_a_rank_that_fails_later_tells_people_itself(on_ranks: Any) -> None:
     assert on_ranks(task) == [True] * SIZE
 
 
+def test_a_problem_is_told_where_there_is_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost() -> Meeting:
+        raise dist.DistNetworkError("the store is gone")
+
+    monkeypatch.setattr(arrival, "meeting", lost)
+    assert arrival.tells(MISSING)
+
+
 def test_values_are_gathered_after_the_arrival(on_ranks: Any) -> None:
     def task(meeting: Meeting, rank: int) -> list[int]:
         meeting.arrive(AMPLE_S, uses_gloo=False)
