@@ -126,7 +126,6 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.nightly
 def test_distributed_autograd_gets_its_gradients_from_split_and_is_refused_by_inline() -> None:
     done = python("-c", DISTRIBUTED_AUTOGRAD)
     gradients, refusal, none = done.stdout.splitlines()

@@ -43,7 +43,6 @@ def answered(worker: Worker, act: str) -> list[Answer]:
 
 
 # in this order a process that is lost is started again only where the next test needs one
-@pytest.mark.nightly
 def test_damage_that_one_model_leaves_is_not_attributed_to_the_next(worker: Worker) -> None:
     answered(worker, "nn.Linear.forward = None")
     assert [one.kind for one in answered(worker, "pass")] == [Outcome.OK]

@@ -161,7 +161,6 @@ def late(gm: fx.GraphModule, example_inputs: Any) -> Any:
     return run
 
 
-@pytest.mark.nightly
 def test_a_trajectory_that_drifts_where_single_steps_are_right(alone: Ranks) -> None:
     settings = replace(INLINE, trajectory=25)
     with joined() as ranks:

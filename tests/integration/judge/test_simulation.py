@@ -116,7 +116,6 @@ def test_a_program_that_is_right_on_all_ranks_is_right(kind: str, name: str) -> 
     assert (trial.status, trial.findings, trial.unjudged) == (Status.OK, (), ())
 
 
-@pytest.mark.nightly
 def test_ranks_may_use_different_parameters_where_ddp_looks_for_them() -> None:
     assert simulated("a branch on the rank", "ddpopt-split", ODD_ONE + 1, **UNUSED).status is Status.OK
 

@@ -41,8 +41,7 @@ def run(folder: Path, *arguments: str, ranks: tuple[str, ...] = ()) -> "subproce
     return python(*ranks, "-m", "ddpopt", "verify", *arguments, folder=folder)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("located", [False, True])
+@pytest.mark.parametrize("located", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_a_backend_that_is_wrong_ends_with_1_and_is_located(located: bool, folder: Path) -> None:
     options = () if located else ("--no-locate",)
     done = run(folder, "shop:small", "--backend", "doubling", "--json", "v.json", *options)
@@ -56,7 +55,7 @@ def test_a_backend_that_is_wrong_ends_with_1_and_is_located(located: bool, folde
 
 def test_under_torchrun_its_ranks_are_used_and_one_of_them_reports(folder: Path) -> None:
     files = ["--json", "v.json", "--report", "v.xml", "--report", "v.html"]
-    done = run(folder, "shop:small", "--backend", "aot_eager", *files, ranks=TWO_RANKS)
+    done = run(folder, "shop:small", "--backend", "eager", *files, ranks=TWO_RANKS)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("RIGHT: shop:small on 2 ranks") == 1
     assert all((folder / name).stat().st_size > 100 for name in ("v.json", "v.xml", "v.html"))

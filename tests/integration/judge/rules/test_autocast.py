@@ -53,7 +53,6 @@ def case_of(model: type[Block]) -> Case:
     return Case(model.__name__, model, inputs, "autocast inside")
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize(("model", "status"), [(Block, Status.OK), (Wrong, Status.WRONG)])
 def test_roundings_that_are_left_out_are_no_fault(model: type[Block], status: Status, alone: Ranks) -> None:
     subject = Subject(case_of(model), option("default"), 2, alone.device, evaluates=False)
