@@ -198,6 +198,13 @@ def test_ranks_whose_steps_differ_are_refused_where_the_option_makes_them_differ
 
 
 @pytest.mark.world_size(2)
+@pytest.mark.parametrize("option", ["two_models", "adamw_fused", "hook_fp16"])
+def test_a_step_has_other_models_fused_optimizers_and_hooks_in_its_graph(option: str) -> None:
+    trial = judged("ddpopt-step", option)
+    assert (trial.status, trial.findings, trial.reason) == (Status.OK, (), "")
+
+
+@pytest.mark.world_size(2)
 def test_options_with_an_optimizer_need_an_engine_that_takes_one() -> None:
     trial = judged(Averaging("own", step=lambda learning_rate: None), "adamw_fused")
     assert trial.status is Status.REFUSED

@@ -58,7 +58,6 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(r"is not installed here", "modes.md", "need the packages of the extra", HERE),
     # options
     Refusal(r"resumes no parts of models", "modes.md", "`resumed` takes no mesh", HERE),
-    Refusal(r"captures a step of one model", "modes.md", "steps of one model", HERE),
     Refusal(r"captures no evaluation inside a step", "modes.md", "an evaluation inside a step", HERE),
     Refusal(r"seeded between the parts of a step", "modes.md", "random numbers in several forwards", HERE),
     # strategies

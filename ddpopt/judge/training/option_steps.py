@@ -77,10 +77,8 @@ def evaluate_between(trainer: Trainer) -> None:
 def both_models(trainer: Trainer) -> None:
     """Run one backward through two independent models."""
     loss = trainer.loss()
-    other = trainer.other
-    if other is not None:
-        args, kwargs = trainer.inputs(part=1)
-        loss = loss + trainer.case.loss(other.call(*args, **kwargs))
+    if trainer.other is not None:
+        loss = loss + trainer.loss_of_other(part=1)
     trainer.backward(loss)
 
 

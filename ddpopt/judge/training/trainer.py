@@ -101,6 +101,12 @@ class Trainer:
         """The DDP module; None if the mode has none."""
         return self.parallel.ddp
 
+    def loss_of_other(self, part: int) -> Tensor:
+        """The loss of the other model on the inputs of a part."""
+        assert self.other is not None  # the option made it
+        args, kwargs = self.inputs(part)
+        return self.case.loss(self.other.call(*args, **kwargs))
+
     def loss(self, part: int = 0) -> Tensor:
         """Run a forward on the inputs of this rank, step and part of the step; return the loss."""
         loss = self.case.loss(self.forward(part))

@@ -24,19 +24,25 @@ WHOLE = "step/"
 
 
 class _Scout:
-    """Notes which parts a step takes."""
+    """Notes which parts a step takes, and which of them the other model takes."""
 
     def __init__(self, trainer: Any) -> None:
         self.place = trainer.place
         self.updates = trainer.updates
         self.step = trainer.step
-        self.other = None
+        self.other = trainer.other
         self.parts: list[int] = []
+        self.parts_of_other: list[int] = []
         self.parallel = SimpleNamespace(no_sync=contextlib.nullcontext)
 
     def loss(self, part: int = 0) -> Tensor:
         """A number in place of a loss."""
         self.parts.append(part)
+        return torch.zeros((), requires_grad=True)
+
+    def loss_of_other(self, part: int) -> Tensor:
+        """The same for the other model."""
+        self.parts_of_other.append(part)
         return torch.zeros((), requires_grad=True)
 
     def evaluate(self, part: int) -> None:
@@ -54,12 +60,12 @@ class _Scout:
 class _Captured:
     """What a step sees of its trainer while it is captured."""
 
-    def __init__(self, trainer: Any, ddp: Any, batches: Mapping[int, Any]) -> None:
+    def __init__(self, trainer: Any, ddp: Any, other: Any, batches: Mapping[int, Any]) -> None:
         self.case = trainer.case
         self.place = trainer.place
         self.updates = trainer.updates
         self.step = trainer.step
-        self.other = None
+        self.other = other
         self.parallel = ddp
         self.batches = batches
         self.outputs: list[Any] = []
@@ -73,6 +79,12 @@ class _Captured:
         self.values.append(_mapped(_copied, self.outputs[-1]))  # a later forward may write to outputs
         loss: Tensor = self.case.loss(self.outputs[-1])
         self.last = loss.detach()
+        return loss
+
+    def loss_of_other(self, part: int) -> Tensor:
+        """The loss of the other model."""
+        args, kwargs = self.batches[part]
+        loss: Tensor = self.case.loss(self.other(*args, **kwargs))
         return loss
 
     def backward(self, loss: Tensor) -> None:
@@ -95,8 +107,8 @@ def whole_step(
         The function, for all steps of a run.
     """
 
-    def step(ddp: Any, optimizer: Any, batches: Mapping[int, Any]) -> Any:
-        captured = _Captured(trainer, ddp, batches)
+    def step(ddp: Any, other: Any, optimizer: Any, batches: Mapping[int, Any]) -> Any:
+        captured = _Captured(trainer, ddp, other, batches)
         take_step(captured)
         if captures_update:
             optimizer.step()
@@ -107,17 +119,18 @@ def whole_step(
     run: Any = decorate(step)
 
     def take() -> None:
-        if trainer.other is not None:
-            raise UnsupportedError("the judge captures a step of one model, and this option trains two")
         scout = _Scout(trainer)
         take_step(scout)
-        batches = {part: trainer.inputs(part) for part in scout.parts}
+        batches = {part: trainer.inputs(part) for part in (*scout.parts, *scout.parts_of_other)}
+        other = None if trainer.other is None else trainer.other.ddp
         for part in scout.parts:
             trainer.sight.calls(*batches[part])
         generator = torch.get_rng_state()
-        outputs, values, computed, trainer.last_loss = run(trainer.ddp, trainer.updates.optimizer, batches)
+        outputs, values, computed, trainer.last_loss = run(
+            trainer.ddp, other, trainer.updates.optimizer, batches
+        )
         drawn = any(_draws(trainer.parallel.model)) or not torch.equal(generator, torch.get_rng_state())
-        if len(scout.parts) > 1 and drawn:
+        if len(batches) > 1 and drawn:
             raise UnsupportedError("random numbers are seeded between the parts of a step")
         known = sum(each.startswith(WHOLE) for each in trainer.compilations.graphs)
         trainer.compilations.graphs.extend(f"{WHOLE}{place}" for place in range(known, len(run.graphs)))

@@ -53,10 +53,6 @@ def resumed(ranks: Ranks) -> None:
     raise UsageError(failure.text)
 
 
-def of_two_models() -> None:
-    whole_step(SimpleNamespace(other=object()), lambda _: None, lambda step: step)()
-
-
 def of_two_dtypes() -> None:
     require_one_dtype("zero", nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2).half()]))
 
@@ -103,7 +99,6 @@ PROVOKED: dict[str, Callable[[Ranks], object]] = {
     "one dtype": lambda _: of_two_dtypes(),
     "not installed": lambda _: required("a_package_that_nobody_has"),
     "resumes": resumed,
-    "of one model": lambda _: of_two_models(),
     "seeded between": lambda _: drawing(),
     "no evaluation inside": lambda _: evaluating(),
     "2.13": lambda _: on_an_old_release(),
