@@ -24,6 +24,8 @@ SHOWN_OUTPUT_LINES = 20
 NOT_THE_USERS = ("/torch/", "/ddpopt/", "/lib/python3", "<string>", "<frozen")
 MARK = "   <-- the first frame outside of torch and ddpopt"
 SHOWN_CHARACTERS = 400
+OF_RECORD = "/ddpopt/ranks/black_box.py"
+"""The thread that keeps a rank's record says nothing about the rank."""
 
 # Messages of a collective whose peer left or never arrived. Gloo raises a plain RuntimeError.
 PEER_SIGNS = (
@@ -154,7 +156,7 @@ class RanksFailed(InfrastructureError):
         head = _headline(self.failures, self.culprits, size)
         self.parting = _parting(self.failures)
         parting = [self.parting] if self.parting else []
-        super().__init__("\n".join([head, *_accounts(self.culprits), *parting, *_advice(self.culprits)]))
+        super().__init__("\n".join([head, *parting, *_accounts(self.culprits), *_advice(self.culprits)]))
 
 
 def _headline(failures: Sequence[RankFailure], guilty: Sequence[RankFailure], size: int) -> str:
@@ -196,7 +198,11 @@ def _evidence(failure: RankFailure) -> str:
     """The part of a rank's stacks that says most: around the innermost frames, of the main thread first."""
     if failure.kind == "raised":  # a traceback, whose innermost frame is last
         return _last(failure.stack, SHOWN_STACK_LINES)
-    stacks = [stack for stack in THREAD.sub("Thread", failure.stack).split("\n\n") if stack.strip()]
+    stacks = [
+        stack
+        for stack in THREAD.sub("Thread", failure.stack).split("\n\n")
+        if stack.strip() and OF_RECORD not in stack
+    ]
     stacks.sort(key=lambda stack: not _is_of_main_thread(stack))  # stable: the others keep their order
     if not stacks:
         return ""
