@@ -239,8 +239,9 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
         if has_failed or now > self._deadline - MARGIN_S:
             (self._folder / f"{ASKED}-{self._tasks}").touch()
         for rank in self._ranks:
-            # the first record takes a while; a rank that is stopped writes none
-            end_at = self._end_at if rank.record.exists() or not has_failed else self._end_at + MARGIN_S
+            end_at = self._end_at
+            if has_failed and not rank.record.exists():  # the first takes a while; a stopped rank writes none
+                end_at = min(end_at + MARGIN_S, self._deadline)
             if now > end_at and not rank.has_ended:
                 rank.end(signal.SIGKILL if now > end_at + LAST_WORDS_S else signal.SIGTERM)
 
