@@ -75,9 +75,7 @@ class TrainStep:
         self._function = function
         self._settings = settings
         self._compiled = self._uncompiled()
-        self._compiled_for: WeakKeyDictionary[Any, tuple[Plan | None, str, Transport | None]] = (
-            WeakKeyDictionary()
-        )
+        self._compiled_for: WeakKeyDictionary[Any, CompiledFor] = WeakKeyDictionary()
         self._seen = Seen()
         self._compared = False
         self._replaced: WeakKeyDictionary[DistributedDataParallel, Sequence[Swap]] = WeakKeyDictionary()

@@ -355,6 +355,24 @@ def differences(ranks: Ranks, found: Any, expected: Any, tolerance: float) -> li
     return [each for each in ranks.gather(said) if each]
 
 
+@pytest.mark.world_size(3)
+@pytest.mark.parametrize("name", ["no hook", *SENDING])
+def test_gradients_are_scaled_as_by_the_reducer_or_the_hook(
+    ranks: Ranks, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # on two ranks a division is a product; and one gradient has its place in the bucket from the start
+    monkeypatch.setitem(transport.HOOKS, bfloat16_hook, transport.HOOKS[default_hooks.bf16_compress_hook])
+    inputs = torch.randn(2, 4, WIDTH, generator=torch.Generator().manual_seed(ranks.rank))
+    found = []
+    for decorate in (lambda step: step, ddpopt.train_step(backend="aot_eager")):
+        torch.manual_seed(0)
+        model = DDP(nn.Linear(WIDTH, WIDTH, bias=False))
+        SENDING.get(name, lambda _: None)(model)
+        decorate(plain)(model, sgd()(model), *inputs)
+        found.append([each.detach() for each in model.parameters()])
+    assert not differences(ranks, found[1], found[0], 0.0)
+
+
 @pytest.mark.parametrize(
     ("name", "fusion"),
     [

@@ -193,7 +193,7 @@ def learned(
             for name in own
         }
         forward = [name for name, (kind, _) in left_behind(moment).items() if kind is NumberKind.FORWARD]
-        same_path = all(is_near_eager(samples[name], references[name]) for name in forward)
+        same_path = bool(forward) and all(is_near_eager(samples[name], references[name]) for name in forward)
         found.append(
             {
                 name: arithmetic_of(

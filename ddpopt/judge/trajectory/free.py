@@ -146,7 +146,8 @@ def _bands_at(
     distances = {name: [_distance(run, place, name) for run in neighbors] or [NOWHERE] for name in numbers}
     own = {name: NOWHERE if wide is None else _distance(wide, place, name) for name in numbers}
     near = {name: is_explained(known.scale, distances[name], own[name]) for name, known in numbers.items()}
-    same_path = all(near[name] for name, known in numbers.items() if known.kind is NumberKind.FORWARD)
+    forward = [near[name] for name, known in numbers.items() if known.kind is NumberKind.FORWARD]
+    same_path = bool(forward) and all(forward)
     return {
         name: band(known.scale, distances[name], own[name] if same_path or near[name] else None)
         for name, known in numbers.items()
