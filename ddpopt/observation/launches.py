@@ -8,7 +8,7 @@ Invariant: the mode passes every operator on unchanged. Dynamo compiles as it do
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -34,6 +34,10 @@ SENDS_AS = {
     "all_to_all_single": "alltoall",
 }
 """Operators that send what another one does: a compiler replaces collectives by functional ones."""
+GOING = ("reduce", "gather", "send", "isend")
+"""Operators that send to the rank that they name; others receive from it."""
+SUM = "sum"
+PEER = ("root_rank", "src", "dst")
 # The argument names of the tensors that these operators send, as in torch's schemas.
 SENT = ("tensors", "input_tensors", "input_tensor", "inputs", "input")
 
@@ -49,6 +53,9 @@ class Launch:
         dtype: of the first tensor, for instance ``"float32"``; empty if there is none.
         in_backward: whether it was launched from inside a backward.
         group: name of its process group.
+        reduction: ``"max"``, ``"avg"``, …; empty for a sum, and for what reduces nothing.
+        peer: the root of a collective, or the other end of a message, by its rank in the group; None if there
+            is none.
     """
 
     op: str
@@ -57,6 +64,14 @@ class Launch:
     dtype: str
     in_backward: bool
     group: str
+    reduction: str = ""
+    peer: int | None = None
+
+    @property
+    def how(self) -> str:
+        """The reduction and the root, or the other end, in words; empty for a sum."""
+        end = "" if self.peer is None else f"{'to' if self.op in GOING else 'from'} rank {self.peer}"
+        return f"{self.reduction} {end}".strip()
 
 
 def sends_as(op: str) -> str:
@@ -66,6 +81,40 @@ def sends_as(op: str) -> str:
     ('allreduce', 'broadcast')
     """
     return SENDS_AS.get(op, op)
+
+
+class Described(Protocol):
+    """What can be said of a collective."""
+
+    @property
+    def op(self) -> str:
+        """The name of its operator."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this rank sends."""
+
+    @property
+    def dtype(self) -> str:
+        """The type of what it sends."""
+
+    @property
+    def how(self) -> str:
+        """Its reduction and root."""
+
+
+def kind_of(sent: Described) -> str:
+    """The kind of a collective, with its reduction and root."""
+    return f"{sends_as(sent.op)} ({sent.how})" if sent.how else sends_as(sent.op)
+
+
+def words_of(sent: Described) -> str:
+    """Describe a collective.
+
+    >>> words_of(Launch("reduce", 2, 8, "float32", in_backward=False, group="0", reduction="max", peer=1))
+    'reduce (max to rank 1) of 8 bytes of float32'
+    """
+    return f"{kind_of(sent)} of {sent.nbytes} bytes of {sent.dtype}" if sent.dtype else kind_of(sent)
 
 
 class LaunchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
@@ -135,7 +184,18 @@ def launch_of(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> La
         dtype=str(sent[0].dtype).removeprefix("torch.") if sent else "",
         in_backward=task_id() != NO_TASK,
         group=group,
+        reduction=_reduction(given.get("reduce_op")),
+        peer=next((int(given[name]) for name in PEER if given.get(name) is not None), None),
     )
+
+
+def _reduction(given: Any) -> str:
+    """The name of a reduction: functional collectives give it, others an object of TorchScript."""
+    if given is None:
+        return ""
+    c10d: Any = torch._C._distributed_c10d  # torch does not list all of it
+    name = given if isinstance(given, str) else c10d.ReduceOp.RedOpType(given.op()).name
+    return "" if name.lower() == SUM else name.lower()
 
 
 def _group_name(arguments: Mapping[str, Any]) -> str:

@@ -38,12 +38,14 @@ class Collective:
         dtype: of the data sent, for instance ``"float32"``; empty for a barrier.
         bucket: index of the bucket that it carried; None if it carried something else, or if a communication
             hook sent the bucket with another size.
+        how: its reduction and root, such as ``"max"`` or ``"from rank 1"``; empty for a sum.
     """
 
     op: str
     nbytes: int
     dtype: str
     bucket: int | None
+    how: str = ""
 
 
 @dataclass(frozen=True)
@@ -154,14 +156,16 @@ class Observation:
         for backward in self._backwards:
             carried.update(self._carried(backward))
         return tuple(
-            Collective(launch.op, launch.nbytes, launch.dtype, carried.get(index))
+            Collective(launch.op, launch.nbytes, launch.dtype, carried.get(index), launch.how)
             for index, launch in enumerate(self._launches)
         )
 
     @property
     def elsewhere(self) -> tuple[Collective, ...]:
         """All collectives on other process groups, in launch order."""
-        return tuple(Collective(launch.op, launch.nbytes, launch.dtype, None) for launch in self._elsewhere)
+        return tuple(
+            Collective(launch.op, launch.nbytes, launch.dtype, None, launch.how) for launch in self._elsewhere
+        )
 
     @property
     def graphs(self) -> tuple[str, ...]:

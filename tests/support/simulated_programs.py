@@ -52,8 +52,6 @@ class Net(nn.Module):
         """What some kinds do besides."""
         if self.writes_log or (self.kind == "an average on rank 0" and rank() == 0):
             dist.all_reduce(hidden.detach().mean())
-        if self.kind == "an average on all ranks":
-            dist.all_reduce(hidden.detach().mean())
         if self.kind == "an average that matters":
             average = hidden.detach().mean()
             dist.all_reduce(average)
@@ -62,6 +60,12 @@ class Net(nn.Module):
             count = torch.tensor(len(hidden))
             dist.all_reduce(count)
             hidden = hidden * count
+        if self.kind in SENDS:
+            SENDS[self.kind](hidden.detach(), self.training)
+        if self.kind.startswith("a late counter"):
+            self.late = getattr(self, "late", 0) + 1
+            if self.kind == "a late counter that sends" and self.late > 2 and rank() == ODD_ONE:
+                dist.all_reduce(torch.ones(1))
         if self.kind == "a constant of the rank":
             hidden = hidden * (1 + rank())
         if self.kind == "a counter":
@@ -73,6 +77,49 @@ class Net(nn.Module):
         return hidden
 
 
+def average(hidden: Tensor, _: bool) -> None:
+    dist.all_reduce(hidden.mean())
+
+
+def another_root(hidden: Tensor, _: bool) -> None:
+    dist.broadcast(hidden.mean(), 1 if rank() == ODD_ONE else 0)
+
+
+def another_reduction(hidden: Tensor, _: bool) -> None:
+    dist.all_reduce(hidden.mean(), dist.ReduceOp.MAX if rank() == ODD_ONE else dist.ReduceOp.SUM)
+
+
+def message_to_nobody(hidden: Tensor, _: bool) -> None:
+    if rank() == ODD_ONE:
+        dist.send(hidden.mean(), 0)
+
+
+def message_to_a_rank(hidden: Tensor, _: bool) -> None:
+    if rank() == 0:
+        dist.send(hidden.mean(), 1)
+    if rank() == 1:
+        dist.recv(hidden.mean(), 0)
+
+
+def evaluation_of_one(_: Tensor, is_training: bool) -> None:
+    if rank() == ODD_ONE and not is_training:
+        dist.barrier()
+
+
+def metric(hidden: Tensor, is_training: bool) -> None:
+    if not is_training:
+        dist.all_reduce(hidden.mean())
+
+
+SENDS = {
+    "an average on all ranks": average,
+    "another root": another_root,
+    "another reduction": another_reduction,
+    "a message to nobody": message_to_nobody,
+    "a message that is received": message_to_a_rank,
+    "an evaluation of rank 5": evaluation_of_one,
+    "a metric": metric,
+}
 COUNTER: list[int] = []
 
 

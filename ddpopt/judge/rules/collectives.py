@@ -5,8 +5,9 @@ Each is a small function that yields the places where it does not hold.
 
 from collections import Counter
 
-from ddpopt.judge.rules.evidence import Break, Broken, RunEvidence, unlike_first, words_of
+from ddpopt.judge.rules.evidence import Break, Broken, RunEvidence, unlike_first
 from ddpopt.judge.training.record import Record
+from ddpopt.observation.launches import words_of
 from ddpopt.observation.observe import Collective
 
 
@@ -44,8 +45,9 @@ def _bucketless(record: Record) -> list[str]:
     """
     layouts = [[len(bucket.params) for bucket in one.buckets] for one in record.iterations or ()]
     numbers = {number for counts in layouts for number in (sum(counts) + 1, len(counts))}
-    rebuilding = {words_of(Collective("broadcast", 4 * number, "int32", None)) for number in numbers}
-    rebuilding |= {words_of(Collective("allreduce", 4 * sum(counts), "int32", None)) for counts in layouts}
+    rebuilt = [Collective("broadcast", 4 * number, "int32", None, "from rank 0") for number in numbers]
+    rebuilt += [Collective("allreduce", 4 * sum(counts), "int32", None) for counts in layouts]
+    rebuilding = {words_of(each) for each in rebuilt}
     own = [words_of(collective) for collective in record.collectives if collective.bucket is None]
     others = [f"{words_of(collective)} in another group" for collective in record.elsewhere]
     return [*(words for words in own if words not in rebuilding), *others]

@@ -15,10 +15,10 @@ from ddpopt.judge.compare import raw_bytes
 from ddpopt.judge.engines.engine import Engine
 from ddpopt.judge.training.record import Record
 from ddpopt.judge.training.trainer import Option
-from ddpopt.observation.launches import sends_as
+from ddpopt.observation.launches import kind_of, words_of
 from ddpopt.observation.observe import Collective
 
-ONE_SIDED = ("send", "recv")
+ONE_SIDED = ("send", "recv", "isend", "irecv", "batch_p2p_ops")
 """Between two ranks; the other ranks have none."""
 UNEVEN = ("alltoall", "all_to_all", "gather", "scatter", "barrier")
 """Each rank may send a different number of bytes."""
@@ -62,13 +62,8 @@ def _digest(tensor: Tensor) -> bytes:
 
 def _sent(collective: Collective) -> str:
     is_uneven = collective.op.startswith(UNEVEN)
-    words = sends_as(collective.op) if is_uneven else words_of(collective)
+    words = kind_of(collective) if is_uneven else words_of(collective)
     return words if collective.bucket is None else f"{words}, bucket {collective.bucket}"
-
-
-def words_of(collective: Collective) -> str:
-    """Describe a collective."""
-    return f"{sends_as(collective.op)} of {collective.nbytes} bytes of {collective.dtype}"
 
 
 @dataclass(frozen=True)

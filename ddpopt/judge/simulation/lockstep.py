@@ -23,12 +23,14 @@ from ddpopt.judge.rules.outcome import ended, has_gradients, is_exact
 from ddpopt.judge.rules.structure import structure
 from ddpopt.judge.simulation.causes import Line
 from ddpopt.judge.simulation.early import EndedEarlyError, eager_failed, eager_fails, mode_fails
+from ddpopt.judge.simulation.evaluating import Evaluations
+from ddpopt.judge.simulation.hidden import VALUES
 from ddpopt.judge.simulation.models import Models
 from ddpopt.judge.simulation.numbers import Again, Numbers
-from ddpopt.judge.simulation.program import Failures, Why, finding_of, members, unlike_models
+from ddpopt.judge.simulation.program import Failures, Why, finding_of, unlike_models
 from ddpopt.judge.simulation.recompiling import Recompilations, Suspicion
 from ddpopt.judge.simulation.repeats import Repeats
-from ddpopt.judge.simulation.sequences import Sequences
+from ddpopt.judge.simulation.sequences import Sequences, sent_in_words
 from ddpopt.judge.simulation.shared_model import SEEN, SharedModel, Taken
 from ddpopt.judge.simulation.world import Sends, World
 from ddpopt.judge.training.record import Record, buckets_of
@@ -150,6 +152,8 @@ class Lockstep:
             before = start
             start = self._all_ranks(index, start)
         self._follow_up(before, start)
+        evaluations = Evaluations(self.models, self.world, self.subject)
+        self.sheets[0].findings += evaluations.findings(self.mode.name, start)
         if self.suspicion is not None:
             self._compile_alone(self.suspicion, start)
 
@@ -176,9 +180,9 @@ class Lockstep:
 
     def _all_ranks(self, index: int, start: Named) -> Named:
         """Let all ranks take a step; return the parameters and buffers after it."""
-        groups = members()
         size = self.world.size
-        step = StepOfRanks(index, start, Failures(size), Sequences(groups), Sequences(groups))
+        members = self.world.members
+        step = StepOfRanks(index, start, Failures(size), Sequences(members), Sequences(members))
         self.repeats.first_rank(index, start)
         for rank in range(size):
             eager = self._in_eager(step, rank)
@@ -189,6 +193,8 @@ class Lockstep:
             if step.got.are_equal:
                 self._in_mode(step, rank, eager)
         self._end_if_ranks_differ(step, step.failures, step.eager, mode=EAGER)
+        if message := step.eager.messages.first:
+            self.unjudged[f"{VALUES}: {sent_in_words(message)}"] = None
         if len(step.incomplete) == size:
             self._end_as_ddp_does(step)
         self._end_if_ranks_differ(step, Failures(size), step.got, mode=self.mode.name)
@@ -256,9 +262,15 @@ class Lockstep:
         return bool(sheet.findings or sheet.wrong()) or not step.got.would_be_equal(got.sent)
 
     def _taken(self, step: StepOfRanks, rank: int, eager: Taken) -> Taken:
+        model = self.models.got_as(rank)
         try:
-            return self.models.got_as(rank).step(rank, step.index, eager.record.start)
+            return model.step(rank, step.index, eager.record.start)
         except Exception as error:
+            if self.models.may_be_code_of_another(rank) and not self.wrong:
+                self.models.renew_code(rank)
+                self.models.compiles_for_each = True
+                self.notes[COMPILED_AGAIN] = None
+                return self._taken(step, rank, eager)
             raise mode_fails(rank, error) from error
 
     def _sheet(self, step: StepOfRanks, rank: int, got: Taken, eager: Taken) -> Sheet:
@@ -317,6 +329,7 @@ class Lockstep:
     def _why(self, start: Named) -> Why:
         def lines(rank: int, index: int) -> list[Line]:
             eager = self.models.make_eager(rank=rank)
+            eager.remember(self.models.eager)
             found = eager.lines(rank, index, start)
             eager.close()
             return found

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
-from torch.distributed.distributed_c10d import _world
 from torch.utils._pytree import tree_leaves
 
 from ddpopt.cases.case import Case
@@ -26,13 +25,6 @@ ALIKE = "the same collectives on every rank, in the same order"
 SAME_MODEL = "the same parameters and buffers on every rank"
 NONE_LEAVES = "no rank fails or ends while the others go on"
 SHOWN_NAMES = 4
-
-
-def members() -> dict[str, list[int]]:
-    """The ranks of each process group that does not have all, by its name."""
-    groups = {str(group.group_name): [*ranks] for group, ranks in _world.pg_group_ranks.items()}
-    largest = max(map(len, groups.values()), default=0)
-    return {name: ranks for name, ranks in groups.items() if len(ranks) < largest}
 
 
 def unlike_models(case: Case, world: World) -> tuple[list[Finding], str]:
@@ -117,8 +109,8 @@ class Failures:
         """Whether every rank failed."""
         return len(self.of_ranks) == self.size
 
-    def findings(self, step: int) -> list[Finding]:
-        """What is wrong where only some ranks failed."""
+    def findings(self, step: int, moment: str = "") -> list[Finding]:
+        """What is wrong where only some ranks failed, in a step or at another moment after it."""
         ranks: dict[str, list[int]] = {}
         for rank, failure in self.of_ranks.items():
             ranks.setdefault(failure.text, []).append(rank)
@@ -127,7 +119,8 @@ class Failures:
             Finding(
                 "L3",
                 NONE_LEAVES,
-                f"step {step}: {numbered('rank', of)} would fail while {others} others wait: {text}",
+                f"{moment or f'step {step}'}: {numbered('rank', of)} would fail while {others} others wait: "
+                f"{text}",
                 rank=of[0],
                 ranks=tuple(of),
                 step=step,
@@ -166,7 +159,13 @@ class Why:
 
 
 def finding_of(
-    parting: Parting, step: int, *, mode: str, unused: Mapping[int, Sequence[str]], why: Why
+    parting: Parting,
+    step: int,
+    *,
+    mode: str,
+    unused: Mapping[int, Sequence[str]],
+    why: Why,
+    moment: str = "",
 ) -> Finding:
     """The finding for ranks that would send something else.
 
@@ -176,6 +175,7 @@ def finding_of(
         mode: the mode in which it was seen.
         unused: by rank, the parameters that got no gradient.
         why: says why two ranks take different ways.
+        moment: when it was seen; by default in the step.
     """
     one = parting.ranks[0]
     peer = parting.peers[0]
@@ -187,5 +187,5 @@ def finding_of(
             causes.append(f"rank {rank} has no gradient for {', '.join(missing[:SHOWN_NAMES])}{more}")
     causes.append(why.inputs(one, peer, step))
     where = "" if mode == "eager" else f"in {mode}, not in eager DDP: "
-    message = f"step {step}: {where}{parting}; {'; '.join(causes)}"
+    message = f"{moment or f'step {step}'}: {where}{parting}; {'; '.join(causes)}"
     return Finding("L3", ALIKE, message, rank=one, ranks=parting.ranks, step=step)

@@ -4,13 +4,14 @@ A collective is reduced to what must be equal on all ranks of its group: kind, s
 order. Invariant: each rank that differs from most others is named, once for each way to differ.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ddpopt.errors import numbered
 from ddpopt.judge.rules.evidence import ONE_SIDED, UNEVEN
+from ddpopt.judge.simulation.messages import Messages
 from ddpopt.judge.simulation.world import RankSend
-from ddpopt.observation.launches import sends_as
+from ddpopt.observation.launches import kind_of, words_of
 
 NOTHING = "nothing"
 Words = tuple[tuple[str, str], ...]
@@ -48,35 +49,59 @@ class Parting:
         )
 
 
+class Unmatched(Parting):
+    """A message from one rank to another, which one of them sends and the other does not receive."""
+
+    def __str__(self) -> str:
+        (sender,), (receiver,) = self.ranks, self.peers
+        return (
+            f"message {self.index} from rank {sender} to rank {receiver}: "
+            f"{sent_in_words(self.theirs)} on the one, {sent_in_words(self.ours)} on the other"
+        )
+
+
 class Sequences:
     """What each rank sends in one step.
 
     Args:
-        members: the ranks of each process group by its name; those that are missing have all ranks.
+        members: returns the ranks of each process group by its name; those that are missing have all ranks.
+
+    Attributes:
+        messages: what two ranks send each other, without the others.
     """
 
-    def __init__(self, members: Mapping[str, Sequence[int]]) -> None:
+    def __init__(self, members: Callable[[], Mapping[str, Sequence[int]]]) -> None:
         self._members = members
+        self.messages = Messages(members)
         self._ranks: dict[Words, list[int]] = {}
         self._sent: dict[Words, Sequence[RankSend]] = {}
 
     def add(self, rank: int, sent: Sequence[RankSend]) -> None:
         """Add what one rank sends, in order."""
         words, known = _words(sent)
+        for one in sent:
+            if one.launch.op.startswith(ONE_SIDED):
+                self.messages.add(rank, one)
         self._ranks.setdefault(words, []).append(rank)
         self._sent.setdefault(words, known)
 
     @property
     def are_equal(self) -> bool:
-        """Whether all ranks send the same."""
-        return not any(self.partings())
+        """Whether all ranks so far send the same to all."""
+        return not any(self._of_collectives())
 
     def would_be_equal(self, sent: Sequence[RankSend]) -> bool:
         """Whether all ranks still send the same if one more sends this."""
         return not self._ranks or _words(sent)[0] in self._ranks
 
     def partings(self) -> Iterator[Parting]:
-        """Yield each way in which ranks differ from the most common one."""
+        """Yield each way in which ranks differ from the most common one, and messages without a match."""
+        yield from self._of_collectives()
+        for (_, sender, receiver), index, sent, received in self.messages.unmatched():
+            counts = int(sent is not None), int(received is not None)
+            yield Unmatched((sender,), (receiver,), index, sent, received, counts)
+
+    def _of_collectives(self) -> Iterator[Parting]:
         if len(self._ranks) < 2:
             return
         common = max(self._ranks, key=lambda words: (len(self._ranks[words]), -self._ranks[words][0]))
@@ -84,13 +109,13 @@ class Sequences:
             if words != common and (parting := self._compared(words, common)):
                 yield parting
         seen = self._ranks[common][0]
-        for group, members in self._members.items():
+        for group, members in self._members().items():
             if seen not in members:
                 yield from self._within(group, members)
 
     def _within(self, group: str, members: Sequence[int]) -> Iterator[Parting]:
         """The same for a group that the most common ranks are no members of."""
-        own = Sequences({})
+        own = Sequences(dict)
         for words, ranks in self._ranks.items():
             for rank in set(ranks) & {*members}:
                 own.add(rank, [one for one in self._sent[words] if one.launch.group == group])
@@ -113,7 +138,7 @@ class Sequences:
 
     def _in_common(self, words: Words, pair: set[int]) -> list[RankSend]:
         def is_shared(one: RankSend) -> bool:
-            members = self._members.get(one.launch.group)
+            members = self._members().get(one.launch.group)
             return members is None or pair <= {*members}
 
         return [one for one in self._sent[words] if is_shared(one)]
@@ -131,9 +156,7 @@ def _in_group(one: RankSend) -> tuple[str, str]:
 
 def _must_be_equal(one: RankSend) -> str:
     launch = one.launch
-    if launch.op.startswith(UNEVEN):
-        return sends_as(launch.op)
-    return f"{sends_as(launch.op)} of {launch.nbytes} bytes of {launch.dtype}"
+    return kind_of(launch) if launch.op.startswith(UNEVEN) else words_of(launch)
 
 
 def sent_in_words(one: RankSend | None) -> str:
@@ -142,4 +165,4 @@ def sent_in_words(one: RankSend | None) -> str:
         return NOTHING
     launch = one.launch
     where = one.where or ("the reducer, in backward" if launch.in_backward else "DDP, before the forward")
-    return f"{launch.op} of {launch.nbytes} bytes of {launch.dtype} ({where})"
+    return f"{words_of(launch)} ({where})"

@@ -14,8 +14,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from ddpopt.cases.case import Case
 from ddpopt.ddp.held import running_reducer
@@ -23,15 +23,15 @@ from ddpopt.ddp.impose import imposed_plan
 from ddpopt.ddp.state import state_of
 from ddpopt.errors import UsageError
 from ddpopt.judge.engines.engine import Engine, Named
+from ddpopt.judge.simulation.attributes import Kept, kept, restore
 from ddpopt.judge.simulation.causes import Line, noting_lines
 from ddpopt.judge.simulation.world import RankSend, Sends, World
 from ddpopt.judge.training.moments import evaluate, extra_step
 from ddpopt.judge.training.record import Record
 from ddpopt.judge.training.train import made_trainer, record_training_step
-from ddpopt.judge.training.trainer import Course, Place, words
-from ddpopt.judge.training.values import PLAIN
+from ddpopt.judge.training.trainer import Course, Place, evaluating
 from ddpopt.judge.training.whole_step import whole_step
-from ddpopt.observation.launches import Launch
+from ddpopt.observation.launches import Launch, words_of
 from ddpopt.observation.observe import Observation, observe
 from ddpopt.planning.plan import Plan
 
@@ -40,9 +40,6 @@ SETTLING = 2
 LONGEST_SETTLING = 8
 SEEN = 2
 """The first ranks, of which the state of the process and of memory is recorded, too: that takes time."""
-OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-Kept = dict[str, dict[str, Any]]
-"""By module, the values of its attributes that are no parameters, buffers or modules."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +89,7 @@ class SharedModel:
         self.start = self.trainer.record.start
         self._take_once = self._way()
         self._parts = dict(self.trainer.parallel.model.named_modules())
-        self._fresh = _kept(self._parts)
+        self._fresh = kept(self._parts)
         self._fresh_updates = copy.deepcopy(self.trainer.updates.state())
         self._updates = self._fresh_updates
         self._updates_of: dict[int, Any] = {}
@@ -143,7 +140,7 @@ class SharedModel:
         own_case = trainer.case
         forms: list[str] = []
         trainer.case = _noting_forms(own_case if case is None else case, forms)
-        _restore(self._parts, self._kept.get(rank, self._fresh))
+        restore(self._parts, self._kept.get(rank, self._fresh))
         trainer.parallel.load(start)
         trainer.record = self._new_record(start)
         trainer.sees_all = rank < SEEN
@@ -170,7 +167,7 @@ class SharedModel:
         """Keep what the rank's next step begins with."""
         updates = self._updates_of.get(rank, self._fresh_updates)
         self._before = self._kept.get(rank, self._fresh), self._buffers.get(rank, {}), updates
-        self._kept[rank] = _kept(self._parts)
+        self._kept[rank] = kept(self._parts)
         if rank < SEEN:
             self._updates_of[rank] = copy.deepcopy(self.trainer.updates.state())
         if self._keeps_buffers:
@@ -204,7 +201,9 @@ class SharedModel:
             record.elsewhere = known.elsewhere
         record.plan = self._plan()
         if not self._mode.observable and not self._mode.default_group:
-            record.foreign = tuple(words(one) for one in launches if one.group == self._world.default_group)
+            record.foreign = tuple(
+                words_of(one) for one in launches if one.group == self._world.default_group
+            )
         compiled = record.graphs[graphs:]
         return Taken(record, tuple(self._sends.sent), compiled, "; ".join(forms), self._is_complete())
 
@@ -280,6 +279,32 @@ class SharedModel:
             self._world.become(0)
         return trainer.record
 
+    def sent_in_evaluation(self, rank: int, step: int, state: Named) -> tuple[RankSend, ...]:
+        """What a rank sends when it evaluates the model.
+
+        Args:
+            rank: the rank.
+            step: index of the step whose batch it is given.
+            state: parameters and buffers.
+        """
+        trainer = self.trainer
+        trainer.place = replace(trainer.place, rank=rank)
+        trainer.step = step
+        restore(self._parts, self._kept.get(rank, self._fresh))
+        trainer.parallel.load(state)
+        self._world.become(rank)
+        self._sends.sent.clear()
+        try:
+            with evaluating(trainer.parallel.model), torch.no_grad(), self._around():
+                trainer.forward()
+        finally:
+            self._world.become(0)
+        return tuple(self._sends.sent)
+
+    def lines_of_evaluation(self, rank: int, step: int, state: Named) -> list[Line]:
+        """The lines of the program that run in a rank's evaluation, until it fails if it does."""
+        return self._lines(lambda: self.sent_in_evaluation(rank, step, state))
+
     def _update(self) -> None:
         """Let the optimizer take one rank's part of the gradients, to judge what it does with them."""
         if self.trainer.sees_all:
@@ -287,10 +312,13 @@ class SharedModel:
 
     def lines(self, rank: int, step: int, start: Named) -> list[Line]:
         """The lines of the program that run in a rank's step, until it fails if it does."""
+        return self._lines(lambda: self.step(rank, step, start, is_repeated=True))
+
+    def _lines(self, run: Callable[[], object]) -> list[Line]:
         lines: list[Line] = []
         self._around = lambda: noting_lines(lines)
         with contextlib.suppress(Exception):  # it has been reported
-            self.step(rank, step, start, is_repeated=True)
+            run()
         self._around = contextlib.nullcontext
         return lines
 
@@ -365,30 +393,3 @@ def _noting_forms(case: Case, forms: list[str]) -> Case:
         return call
 
     return replace(case, inputs=inputs)
-
-
-def _kept(parts: dict[str, nn.Module]) -> Kept:
-    """What modules keep besides parameters, buffers and modules, as far as it can be restored."""
-    return {
-        path: {
-            name: tree_map(lambda leaf: leaf, value)
-            for name, value in vars(module).items()
-            if name not in OF_EVERY_MODULE and _is_restorable(value)
-        }
-        for path, module in parts.items()
-    }
-
-
-def _is_restorable(value: Any) -> bool:
-    """Whether a value is plain, or made of plain values and of tensors without a history."""
-    return all(
-        not leaf.requires_grad if isinstance(leaf, Tensor) else isinstance(leaf, PLAIN)
-        for leaf in tree_leaves(value)
-    )
-
-
-def _restore(parts: dict[str, nn.Module], kept: Kept) -> None:
-    for path, values in kept.items():
-        for name, value in values.items():
-            if vars(parts[path]).get(name) is not value:
-                vars(parts[path])[name] = tree_map(lambda leaf: leaf, value)

@@ -9,8 +9,8 @@ import contextlib
 import functools
 import os
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d
+from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _world
 from torch.utils._pytree import tree_leaves
 
@@ -37,6 +38,8 @@ CASES = Path(ddpopt.__file__).parent / "cases"
 GENERATED = ("torchinductor", "<eval_with_key>")
 """Part of the path of every file that Inductor writes, and how the files of FX begin."""
 COMPILED = "compiled code"
+MAKER = "_new_group_with_tag"
+MAKES_GROUP = "new_group"
 SOURCES = "broadcast"
 """How collectives begin whose values come from one rank; DDP's own send what this process has anyway."""
 
@@ -70,6 +73,7 @@ class World:
         self.size = size
         self.rank = 0
         self._reads: list[str] = []
+        self._names: dict[str, str] = {}
         self.group: Any = None
 
     @property
@@ -77,6 +81,40 @@ class World:
         """The name of the default process group."""
         c10d: Any = dist  # torch does not mark its re-exports
         return str(c10d.group.WORLD.group_name)
+
+    def named(self, group: str) -> str:
+        """The name of a group, the same on all ranks: torch numbers groups that a program makes meanwhile."""
+        return self._names.get(group, group)
+
+    def members(self) -> dict[str, list[int]]:
+        """The ranks of each process group that does not have all, by its name."""
+        found = {}
+        groups: Any = _world.pg_group_ranks.items()
+        for group, ranks in groups:
+            # torch lists a number for groups that this process is no member of
+            if isinstance(group, dist.ProcessGroup) and len(ranks) < self.size:
+                found[self.named(str(group.group_name))] = [*ranks]
+        return found
+
+    def making(self, sends: "Sends", new_group: Callable[..., Any]) -> Callable[..., Any]:
+        """Take the place of the function that makes groups, whose members wait for each other.
+
+        Args:
+            sends: to which it is added.
+            new_group: torch's function.
+        """
+
+        @functools.wraps(new_group)
+        def make(*args: Any, **kwargs: Any) -> Any:
+            made = new_group(*args, **kwargs)
+            if isinstance(made, dist.ProcessGroup):
+                ranks = ", ".join(map(str, _world.pg_group_ranks[made]))
+                name = self._names[str(made.group_name)] = f"of ranks {ranks}, made meanwhile"
+                launch = Launch(MAKES_GROUP, 0, 0, "", in_backward=False, group=name)
+                sends.sent.append(RankSend(launch, users_line_now()))
+            return made
+
+        return make
 
     def become(self, rank: int) -> None:
         """Let this process be a rank from now on; on a GPU each rank is on a node of its own."""
@@ -110,12 +148,16 @@ class World:
 class Sends:
     """What a process sends in groups that send nothing: the kernels of collectives, while `replacing`.
 
+    Args:
+        world: the ranks.
+
     Attributes:
         sent: what was sent so far.
         factor: what each result is multiplied by, to see what depends on it: a whole number.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, world: World) -> None:
+        self._world = world
         self.sent: list[RankSend] = []
         self.factor = 1.0
 
@@ -134,12 +176,13 @@ class Sends:
         finally:
             kernels._destroy()
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # of torch; compiled code calls it
     def _called(self, schema: Any, *args: Any, **kwargs: Any) -> Any:
         """Take the place of a collective."""
         launch = launch_of(schema, args, kwargs)
         assert launch is not None
         where = users_line_now()
-        self.sent.append(RankSend(launch, where))
+        self.sent.append(RankSend(replace(launch, group=self._world.named(launch.group)), where))
         target, *others = args
         if "output" in schema.arguments[0].name:
             _fill(target, others[0])
@@ -229,7 +272,7 @@ def simulated(size: int) -> Iterator[tuple[World, Sends]]:
     if dist.is_initialized():
         dist.destroy_process_group()
     world = World(size)
-    sends = Sends()
+    sends = Sends(world)
     local_size = 1 if torch.cuda.is_available() else size
     sizes = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(local_size)}
     environment = patch.dict(os.environ, RANK="0", LOCAL_RANK="0", **sizes)
@@ -240,6 +283,9 @@ def simulated(size: int) -> Iterator[tuple[World, Sends]]:
         try:
             with sends.replacing():
                 world.group = dist.new_group()
-                yield world, sends
+                # `dist.new_group` ends in this function, wherever a program has imported it from
+                make = world.making(sends, getattr(distributed_c10d, MAKER))
+                with patch.object(distributed_c10d, MAKER, make):
+                    yield world, sends
         finally:
             dist.destroy_process_group()

@@ -127,7 +127,9 @@ def _watched(trainer: Trainer, mode: Engine) -> Iterator[None]:
         record.given_up = trainer.compilations.given_up
         record.captures = counters["compiled_autograd"]["captures"] - captures
     record.promised = trainer.parallel.sends()
-    record.collectives = tuple(Collective(one.op, one.nbytes, one.dtype, None) for one in trainer.launches)
+    record.collectives = tuple(
+        Collective(one.op, one.nbytes, one.dtype, None, one.how) for one in trainer.launches
+    )
     record.foreign = trainer.foreign()
     if observation is not None:
         record.iterations = observation.iterations

@@ -23,7 +23,7 @@ from ddpopt.judge.training.surroundings import seed_others
 from ddpopt.judge.training.updating import Recipe, Updates, recipe_for
 from ddpopt.judge.training.visible import Sight
 from ddpopt.observation.compilations import Compilations
-from ddpopt.observation.launches import Launch, LaunchMode, sends_as
+from ddpopt.observation.launches import Launch, LaunchMode, words_of
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class Trainer:
         """Do something, and return the collectives that it sends, where `launches` has them."""
         before = len(self.launches)
         act()
-        return tuple(map(words, self.launches[before:]))
+        return tuple(map(words_of, self.launches[before:]))
 
     def noting(self, act: Callable[[], object]) -> tuple[str, ...]:
         """Do something after the steps, and return the collectives that it sends."""
@@ -166,7 +166,7 @@ class Trainer:
         with LaunchMode(launches.append, lambda: None):
             act()
         self.launches += launches
-        return tuple(map(words, launches))
+        return tuple(map(words_of, launches))
 
     def foreign(self) -> tuple[str, ...]:
         """The collectives so far in the default group, if the engine was given another one."""
@@ -174,16 +174,11 @@ class Trainer:
         if self.place.group is default or self.parallel.default_group:
             return ()
         own = [launch for launch in self.launches if launch.group == default.group_name]
-        return tuple(map(words, own))
+        return tuple(map(words_of, own))
 
 
 def _nothing() -> None:
     """No step yet."""
-
-
-def words(launch: Launch) -> str:
-    """Describe what is launched."""
-    return f"{sends_as(launch.op)} of {launch.nbytes} bytes of {launch.dtype}"
 
 
 def plain_step(trainer: Trainer) -> None:

@@ -76,10 +76,23 @@ WRONG: dict[str, tuple[str, ...]] = {
     "fewer batches": ("step 2: rank 5 would fail while 7 others wait: StopIteration",),
     "another model": ("rank 5: last.weight is torch.float32 (24, 16), on rank 0 torch.float32 (16, 16)",),
     "another size": ("step 1: rank 5 would compile", "input 0 is torch.float32 (5, 16)"),
+    "another root": ("step 0: rank 5 would send", "broadcast (from rank 1)", "broadcast (from rank 0)"),
+    "another reduction": (
+        "step 0: rank 5 would send",
+        "allreduce (max) of 4 bytes",
+        "allreduce of 4 bytes",
+    ),
+    "a message to nobody": ("message 0 from rank 5 to rank 0", "send (to rank 0)", "nothing on the other"),
+    "an evaluation of rank 5": ("in an evaluation after the last step: rank 5 would send 1", "barrier"),
+    "a late counter that sends": ("step 2: rank 5 would send", "self.late > 2"),
 }
+WRONG_BY_NIGHT = ("an average on rank 0", "another reduction", "an attribute of rank 0", "another model")
 
 
-@pytest.mark.parametrize("kind", WRONG)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=pytest.mark.nightly if kind in WRONG_BY_NIGHT else ()) for kind in WRONG],
+)
 def test_a_rank_that_would_keep_others_waiting_is_named_with_the_cause(kind: str) -> None:
     trial = simulated(kind)
     assert trial.status is Status.WRONG, trial.reason
@@ -96,7 +109,16 @@ def test_a_branch_on_data_is_found_where_only_some_ranks_take_it() -> None:
 
 
 RIGHT_BY_DAY = (("an average on all ranks", "ddpopt-inline"), ("a counter", "ddpopt-split"))
-RIGHT = ("nothing", "an average on all ranks", "a constant of the rank", "a counter", "sizes of ranks")
+RIGHT = (
+    "nothing",
+    "an average on all ranks",
+    "a constant of the rank",
+    "a counter",
+    "a late counter",
+    "a metric",
+    "sizes of ranks",
+)
+COUNTERS = ("a counter", "a late counter")
 
 
 def right_ones() -> list[Any]:
@@ -106,7 +128,7 @@ def right_ones() -> list[Any]:
         pytest.param(kind, name, marks=() if (kind, name) in RIGHT_BY_DAY else pytest.mark.nightly)
         for name in names
         for kind in RIGHT
-        if name != "ddpopt-step" or kind not in ("a counter", "a constant of the rank")
+        if name != "ddpopt-step" or kind not in (*COUNTERS, "a constant of the rank")
     ]
 
 
@@ -127,6 +149,7 @@ def test_ranks_may_use_different_parameters_where_ddp_looks_for_them() -> None:
         ("a counter outside", "takes its step again"),
         ("a count that matters", "values that other ranks send"),
         ("a log on rank 0", "ranks 1, 2: hooks of first"),
+        ("a message that is received", "recv (from rank 0) of 4 bytes"),
     ],
 )
 def test_what_a_simulation_cannot_know_is_not_called_right(kind: str, reason: str) -> None:

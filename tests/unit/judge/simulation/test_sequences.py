@@ -1,6 +1,8 @@
 """ddpopt.judge.simulation.sequences: ranks that send something else are named, in any order of groups."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -20,7 +22,7 @@ def sent(op: str = "allreduce", nbytes: int = 4, group: str = ALL, where: str = 
 def compared(
     of_ranks: Sequence[Sequence[RankSend]], members: Mapping[str, Sequence[int]] | None = None
 ) -> Sequences:
-    sequences = Sequences(members or {})
+    sequences = Sequences(lambda: members or {})
     for rank, each in enumerate(of_ranks):
         sequences.add(rank, each)
     return sequences
@@ -57,6 +59,37 @@ def test_what_is_written_by_hand_and_by_a_compiler_is_the_same(op: str) -> None:
 
 def test_sizes_may_differ_where_each_rank_sends_its_own_and_sends_between_two_ranks_are_left_out() -> None:
     assert compared([[sent("alltoall", 4), sent("send")], [sent("alltoall", 8)]]).are_equal
+
+
+def message(op: str, peer: int, nbytes: int = 4) -> RankSend:
+    launch = Launch(op, nbytes // 4, nbytes, "float32", in_backward=False, group=ALL, peer=peer)
+    return RankSend(launch, "train.py:1")
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 3), st.sampled_from([4, 8])), max_size=8), st.data()
+)
+def test_each_message_must_be_received(sent_by: list[tuple[int, int, int]], data: st.DataObject) -> None:
+    of_ranks: list[list[RankSend]] = [[] for _ in range(4)]
+    for sender, distance, nbytes in sent_by:
+        receiver = (sender + distance) % 4
+        of_ranks[sender].append(message("send", receiver, nbytes))
+        of_ranks[receiver].append(message("recv", sender, nbytes))
+    assert not [*compared(of_ranks).partings()]
+    if not sent_by:
+        return
+    rank = data.draw(st.sampled_from([rank for rank, own in enumerate(of_ranks) if own]))
+    lost = of_ranks[rank].pop(data.draw(st.integers(0, len(of_ranks[rank]) - 1)))
+    (parting,) = compared(of_ranks).partings()
+    assert {*parting.ranks, *parting.peers} == {rank, lost.launch.peer}
+
+
+@pytest.mark.parametrize("change", [{"reduction": "max"}, {"peer": 1}])
+def test_a_reduction_and_a_root_must_be_equal(change: dict[str, Any]) -> None:
+    usual = sent("reduce")
+    other = replace(usual, launch=replace(usual.launch, **change))
+    (parting,) = compared([[usual], [other], [usual]]).partings()
+    assert parting.ranks == (1,)
 
 
 def test_only_members_of_a_group_are_compared_in_it() -> None:
