@@ -116,10 +116,15 @@ def require_no_node_hooks(asked: Iterable[tuple[str, Sequence[Callable[[], bool]
 
 
 def require_no_modes() -> None:
-    """Check that no mode of torch watches operators; raises UnsupportedError.
+    """Check that no mode of torch watches operators or gradients; raises UnsupportedError.
 
     Dynamo compiles nothing under one, and remembers that for later calls.
     """
+    if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
+        raise UnsupportedError(
+            f"{WHAT} cannot run under anomaly detection, which looks at the values of each gradient; run the "
+            f"undecorated function there, or {INSTEAD}"
+        )
     active = [mode for mode in _get_current_dispatch_mode_stack() if not mode.is_infra_mode()]
     modes = [type(mode).__name__.strip("_") for mode in active]
     if modes:

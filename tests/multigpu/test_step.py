@@ -712,12 +712,19 @@ def test_what_cannot_be_captured_is_said_and_leaves_everything_as_it_was(ranks: 
     assert all(type(each) is nn.Parameter for each in model.parameters())
 
 
-def test_a_mode_that_watches_operators_is_refused_and_does_no_harm(ranks: Ranks) -> None:
+WATCHING: dict[str, Callable[[], Any]] = {
+    "FlopCounterMode": lambda: FlopCounterMode(display=False),
+    "anomaly detection": lambda: torch.autograd.set_detect_anomaly(True),
+}
+
+
+@pytest.mark.parametrize("name", WATCHING)
+def test_a_mode_that_watches_operators_is_refused_and_does_no_harm(ranks: Ranks, name: str) -> None:
     model = DDP(Net())
     optimizer, step = sgd()(model), ddpopt.train_step(plain, backend="aot_eager")
     x = torch.ones(2, WIDTH)
     before = [each.detach().clone() for each in model.parameters()]
-    with FlopCounterMode(display=False), pytest.raises(UnsupportedError, match="under FlopCounterMode"):
+    with WATCHING[name](), pytest.raises(UnsupportedError, match=f"under {name}"):
         step(model, optimizer, x, x)
     assert all(map(torch.equal, model.parameters(), before))
     step(model, optimizer, x, x)

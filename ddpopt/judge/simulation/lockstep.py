@@ -40,7 +40,7 @@ from ddpopt.judge.verdict import SeenBucket, Status
 EAGER = "eager"
 MADE_OTHERWISE = "ranks make models that differ, so that one model cannot be each of them"
 NOT_MEANT = "timing, and memory that grows with the steps, are not simulated"
-NOT_FOLLOWED_UP = "evaluation and extra steps were simulated {whose}"
+NOT_FOLLOWED_UP = "what evaluation and extra steps leave was simulated {whose}"
 COMPILED_AGAIN = "compiled again for each rank, as the code of another rank does not compute the same"
 
 
