@@ -20,10 +20,11 @@ from ddpopt.graph.drawing import AS_EAGER
 from ddpopt.graph.effects import written_storages
 from ddpopt.graph.nodes import CHECKPOINT, by_storage, read_storages
 from ddpopt.planning.plan import Plan
+from ddpopt.step.accumulation import MARK
 from ddpopt.step.reductions import Reductions, reached_from
 from ddpopt.step.replicas import AVERAGE, Averaged, Replica, slots_of
 from ddpopt.step.settings import WHAT
-from ddpopt.step.tracing import MARK, SYNCHRONIZED, Seen
+from ddpopt.step.tracing import SYNCHRONIZED, Seen
 
 torch.library.define("ddpopt::numbered", "(Tensor gradient, int accumulation) -> Tensor")
 torch.library.impl("ddpopt::numbered", "default", lambda gradient, _: gradient.clone())

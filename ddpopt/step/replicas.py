@@ -94,14 +94,6 @@ def require_plain_ddp(name: str, ddp: Any) -> None:
         raise UnsupportedError(f"{WHAT} does not support that {name} uses {' and '.join(wrong)}; {INSTEAD}")
 
 
-def require_no_hooks(names: Iterable[str], inputs: Iterable[Any]) -> None:
-    """Check that no tensor that the step reads has hooks; raises UnsupportedError."""
-    hooks = "_backward_hooks", "_post_accumulate_grad_hooks"
-    for name, each in zip(names, inputs, strict=True):
-        if any(getattr(each, kind, None) for kind in hooks):
-            raise UnsupportedError(f"{WHAT} does not support hooks on {name}; {INSTEAD}")
-
-
 def require_no_node_hooks(asked: Iterable[tuple[str, Sequence[Callable[[], bool]]]]) -> None:
     """Check that no AccumulateGrad node has hooks of a user; raises UnsupportedError.
 

@@ -22,34 +22,30 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch._dynamo import polyfills, variables
+from torch._dynamo import variables
 from torch._dynamo.comptime import comptime
 from torch._dynamo.pgo import auto_dynamic
 from torch._dynamo.source import AttrSource, DictGetItemSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
-from torch._dynamo.variables import ConstantVariable, TensorVariable, builder
+from torch._dynamo.variables import ConstantVariable, builder
 from torch._dynamo.variables.hashable import HashableTracker
 from torch.nn.parallel.distributed import _find_tensors
 from torch.optim import Optimizer, lr_scheduler
 from torch.utils._pytree import tree_map_only
 
 from ddpopt.errors import UnsupportedError
-from ddpopt.step import fused
+from ddpopt.step import accumulation, fused, scaling
 from ddpopt.step.replicas import INSTEAD, Replica, broadcast_buffers, source_name
 from ddpopt.step.settings import WHAT
 
-CREATED = ("torch._dynamo.variables.dicts.SideEffectsProxyDict.side_effects",)
-"""An attribute of instances, which the patch makes one of the class."""
+CREATED = ("torch._dynamo.variables.dicts.SideEffectsProxyDict.side_effects", *accumulation.HOOKS)
+"""An attribute of instances, which the patch makes one of the class, and what Dynamo looks for by name."""
 MOST = 16
 """Graphs of one step function."""
 LEVELS = ("debug", "info", "warn", "warning", "error", "exception", "critical", "log")
 """How the names of methods that write a log begin; libraries add some, such as ``warning_once``."""
-torch.library.define("ddpopt::mark", "(Tensor parameter, Tensor gradient) -> Tensor")
-torch.library.impl("ddpopt::mark", "default", lambda _, gradient: gradient.clone())
 torch.library.define("ddpopt::synchronized", "(int module, Tensor[] outputs) -> ()")
 torch.library.impl("ddpopt::synchronized", "default", lambda *_: None)
-MARK: Any = torch.ops.ddpopt.mark
-"""Marks a parameter's gradient before it is accumulated, and what it is afterwards."""
 SYNCHRONIZED: Any = torch.ops.ddpopt.synchronized
 """Marks the end of a forward after which DDP reduces; the module is given by its ``id``."""
 torch.fx.node.has_side_effect(SYNCHRONIZED.default)
@@ -62,13 +58,13 @@ class Seen:
     Attributes:
         replicas: the DDP modules, by ``id``.
         optimizers: the optimizers, each with what errors call it, by ``id``.
-        traced: DDP's forward and the accumulation of a gradient, as Dynamo traces them.
+        forward: DDP's forward, as Dynamo traces it.
     """
 
     def __init__(self) -> None:
         self.replicas: dict[int, Replica] = {}
         self.optimizers: dict[int, tuple[str, Optimizer]] = {}
-        self.traced = _traced(self)
+        self.forward = _traced_forward(self)
 
     def forget(self) -> None:
         """Begin another step."""
@@ -104,17 +100,16 @@ def traceable(seen: Seen) -> Iterator[None]:
 
 def _patches(seen: Seen) -> dict[str, Any]:
     """What replaces which part of torch while a step is traced; the reasons are in `ddpopt.torch_private`."""
-    forward, accumulate = seen.traced
     return {
-        "torch.nn.parallel.DistributedDataParallel.forward": forward,
+        "torch.nn.parallel.DistributedDataParallel.forward": seen.forward,
         "torch.autograd.backward": _backward,
         "torch.optim.Optimizer.zero_grad": inspect.unwrap(Optimizer.zero_grad),
+        **accumulation.patches(),
         **fused.patches(),
+        **scaling.patches(),
         "torch._dynamo.graph_break": _nothing,
         "torch._dynamo.output_graph.OutputGraph._validate_outputs_safe_for_autograd_nodes": _nothing,
-        "torch._dynamo.polyfills.accumulate_grad": accumulate,
         "torch._dynamo.side_effects.SideEffects.register_hook": _refuse_hook,
-        "torch._dynamo.variables.TensorVariable.method_attr_grad": _own_none,
         "torch._dynamo.variables.builder.OptimizerVariable": functools.partial(_optimizer, seen),
         "torch._dynamo.variables.builder.handle_traced_output": _still_a_parameter,
         "torch._dynamo.variables.builder.process_automatic_dynamic": _with_changing_rates,
@@ -135,7 +130,7 @@ def _side_effects(_: Any = None) -> Any:
     return InstructionTranslator.current_tx().output.side_effects
 
 
-def _traced(seen: Seen) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def _traced_forward(seen: Seen) -> Callable[..., Any]:
     def note(ctx: Any) -> None:
         torch._dynamo.config.enable_dynamo_decompositions = False  # where the last optimizer was Adam
         variable = ctx.get_local("self")._i_will_not_complain_if_bc_breaks_VariableTracker()
@@ -159,18 +154,10 @@ def _traced(seen: Seen) -> tuple[Callable[..., Any], Callable[..., Any]]:
             return tree_map_only(Tensor, lambda each: each if each.is_leaf else each.clone(), output)
         return output
 
-    def accumulate(parameter: Tensor, gradient: Tensor | None, new: Tensor | None) -> Tensor | None:
-        if new is None:
-            return cast("Tensor | None", _accumulate(parameter, gradient, new))
-        accumulated: Tensor = MARK(parameter, _accumulate(parameter, gradient, MARK(parameter, new)))
-        return accumulated if gradient is None else gradient.copy_(accumulated)
-
-    return forward, accumulate
+    return forward
 
 
-_gradient: Any = TensorVariable.method_attr_grad
 _eager_backward: Any = torch.autograd.backward
-_accumulate: Any = polyfills.accumulate_grad
 _traced_output: Any = builder.handle_traced_output
 _process: Any = builder.process_automatic_dynamic  # type: ignore[attr-defined]  # it imports it
 
@@ -193,12 +180,6 @@ def _backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
         tensors.backward(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     else:
         _eager_backward(tensors, *args, **kwargs)
-
-
-def _own_none(variable: Any, tx: Any) -> Any:
-    """A gradient that the step has set to None; Dynamo would name its only None after that gradient."""
-    found = _gradient(variable, tx)
-    return ConstantVariable(None) if found is not None and found.is_python_constant() else found
 
 
 def _still_a_parameter(value: Any, tx: Any, proxy: Any, *rest: Any) -> Any:

@@ -32,12 +32,11 @@ from ddpopt.step.graphs import record_step
 from ddpopt.step.overrides import Swap, replacements, swapped
 from ddpopt.step.passes import PASSES
 from ddpopt.step.replicas import (
-    require_no_hooks,
     require_no_modes,
     require_no_node_hooks,
     require_plain_ddp,
-    source_name,
 )
+from ddpopt.step.scaling import forget_skipped
 from ddpopt.step.settings import WHAT, StepSettings
 from ddpopt.step.tracing import Seen, traceable
 from ddpopt.step.transport import Transport, transport_of
@@ -110,7 +109,9 @@ class TrainStep:
         try:
             require_no_modes()
             with reported(name), traceable(self._seen), swapped(self._swaps):
-                return self._compiled(*args, **kwargs)
+                returned = self._compiled(*args, **kwargs)
+            forget_skipped()
+            return returned
         except DdpoptError as error:
             if not self._compared:  # the other ranks wait for this one
                 met = [replica.ddp for replica in self._seen.replicas.values()]
@@ -156,7 +157,6 @@ class TrainStep:
         logger.info("ddpopt: captured a step; buckets: %s", [len(plan.buckets) for plan in plans])
 
         self._compiled_for.update((each.ddp, _read_of(each.ddp)) for each in captured.replicas)
-        names = [_named(node) for node in gm.graph.find_nodes(op="placeholder")]
         met = captured.reductions.met()
         asked = [
             (f"{each.name}.module.{name}", users_hooks(parameter))
@@ -169,7 +169,6 @@ class TrainStep:
             ddps: list[Any] = [each.ddp() for each in met]
             for ddp, each in zip(ddps, met, strict=True):
                 require_plain_ddp(each.name, ddp)  # a communication hook may be new
-            require_no_hooks(names, inputs)
             require_no_node_hooks(asked)
             for each in met:
                 each.require_nothing_left()
@@ -199,8 +198,3 @@ class TrainStep:
 def _read_of(ddp: Any) -> CompiledFor:
     """What a graph is compiled for."""
     return imposed_plan(ddp), ddp.process_group.group_name, transport_of(ddp)
-
-
-def _named(node: fx.Node) -> str:
-    """An input, as the user would write it."""
-    return source_name(node.meta["grapharg"].source) if "grapharg" in node.meta else node.name

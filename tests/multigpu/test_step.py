@@ -1,12 +1,14 @@
 """The strategy step on several ranks: all that an eager step leaves, bit for bit, in the plan's buckets."""
 
 import gc
+import itertools
 import logging
 import re
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -174,6 +176,53 @@ def rate_within(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
     return plain(model, optimizer, x, y), optimizer.param_groups[0].get("capturable")
 
 
+def listen(model: Any, *_: Any) -> Any:
+    """Register hooks that change gradients, draw random numbers, and note when they run."""
+
+    def changed(place: int, gradient: Tensor) -> Any:
+        HEARD.append(place)
+        return gradient + torch.randn_like(gradient) if place % 2 else None
+
+    def kept(place: int, parameter: Any) -> None:
+        HEARD.append(-place)
+        parameter.grad.mul_(0.5)
+
+    parameter: Any  # torch does not type its hooks
+    trained = [each for each in model.parameters() if each.requires_grad]
+    for place, parameter in enumerate(trained, 1):
+        parameter.register_hook(partial(changed, place))
+        parameter.register_hook(torch.neg)
+        parameter.register_post_accumulate_grad_hook(partial(kept, place))
+
+
+HEARD: list[int] = []
+"""The places of parameters whose gradients came, and minus those that were accumulated."""
+
+
+def told() -> list[int]:
+    found = [*HEARD]
+    HEARD.clear()
+    return found
+
+
+def heard(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    return plain(model, optimizer, x, y), told()
+
+
+def accumulated_and_heard(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    return accumulated(model, optimizer, x, y), told()
+
+
+def listening(make: Make) -> Make:
+    """The optimizer of a model whose parameters have hooks."""
+    return lambda model: (listen(model), make(model))[1]
+
+
+def listen_later(model: Any, _: Any, step: int) -> None:
+    if step == 2:
+        listen(model)
+
+
 def two_losses(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
     optimizer.noted = None
     output: Any = model(x)
@@ -312,6 +361,9 @@ WAYS = {
     "imposed": Way(optimizer=sgd(), between=impose, graphs=2),
     "scheduled later": Way(optimizer=sgd(), between=schedule, graphs=2),
     "forward hook later": Way(between=hook, graphs=3),
+    "hooks on parameters": Way(heard, listening(sgd(momentum=0.9)), graphs=2),
+    "hooks, accumulation": Way(accumulated_and_heard, listening(sgd()), ddp={VIEWS: True}, graphs=1),
+    "hooks later": Way(heard, sgd(), between=listen_later, graphs=2),
     **{name: Way(optimizer=sgd(), between=sending(register), graphs=2) for name, register in SENDING.items()},
     "fused SGD": Way(optimizer=sgd(momentum=0.9, nesterov=True, fused=True), between=halve),
     "fused Adam": Way(optimizer=adam(amsgrad=True, weight_decay=0.1, fused=True), between=halve),
@@ -476,9 +528,7 @@ LATER: dict[str, Callable[[Any, Tensor], object]] = {
     "communication hook that is": lambda model, _: model.register_comm_hook(
         c10d.new_group(), default_hooks.allreduce_hook
     ),
-    "hooks on model.module.layers.0.weight": lambda model, _: next(model.parameters()).register_hook(abs),
     "AccumulateGrad node of model.module.layers.0.weight": lambda model, _: keep_a_hooked_node(model),
-    "hooks on x;": lambda _, x: x.register_post_accumulate_grad_hook(abs),  # type: ignore[no-untyped-call]  # torch leaves it untyped
 }
 
 
@@ -497,6 +547,104 @@ def test_what_a_later_step_would_ignore_is_an_error_each_time(ranks: Ranks, why:
         with pytest.raises(UsageError if "replaced" in why else UnsupportedError, match=why):
             step(model, optimizer, x, x)
     assert all(map(torch.equal, model.parameters(), before))
+
+
+def scaled(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    loss = loss_of(model, x, y)
+    model.scaler.scale(loss).backward()
+    model.scaler.step(optimizer)
+    model.scaler.update()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def scaled_and_clipped(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    loss = loss_of(model, x, y)
+    model.scaler.scale(loss).backward()
+    model.scaler.unscale_(optimizer)
+    norm = clip_grad_norm_(model.parameters(), 0.05)
+    model.scaler.step(optimizer)
+    model.scaler.update()
+    optimizer.zero_grad()
+    return loss.detach(), norm
+
+
+SCALED: dict[str, Make] = {
+    "SGD": sgd(momentum=0.9, dampening=0.5),
+    "RMSprop": adam(optim.RMSprop, centered=True, momentum=0.9),
+    "fused Adam": adam(amsgrad=True, fused=True),
+}
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize(
+    ("optimizer", "step", "overflow"),
+    [
+        pytest.param(name, step, overflow, marks=() if (place % 5 == 1) else pytest.mark.nightly)
+        for place, (name, step, overflow) in enumerate(
+            itertools.product(SCALED, (scaled, scaled_and_clipped), (0, 2, None))
+        )
+    ],
+)
+def test_what_a_scaler_skips_in_eager_is_skipped(
+    ranks: Ranks, optimizer: str, step: Callable[..., Any], overflow: int | None
+) -> None:
+    """The loss of one rank overflows in one step; the scale falls then, and grows after two others."""
+
+    def training(decorate: Callable[[Any], Any]) -> Iterator[Any]:
+        torch._dynamo.reset()
+        model: Any = DDP(Net(), bucket_cap_mb=CAP_MB)
+        model.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+        own = SCALED[optimizer](model)
+        run = decorate(step)
+        for place in range(ROUNDS):
+            torch.manual_seed(10 * place + ranks.rank)
+            x, y = torch.randn(2, 4, WIDTH)
+            returned = run(model, own, x * (torch.inf if (place, ranks.rank) == (overflow, 1) else 1), y)
+            for leaf in tree_leaves([returned, left(model, own), len(own.state), model.scaler.state_dict()]):
+                yield leaf.nan_to_num() if isinstance(leaf, Tensor) else leaf
+
+    expected = [*training(lambda function: function)]
+    assert not differences(ranks, [*training(ddpopt.train_step(backend="aot_eager"))], expected, 0.0)
+
+
+class Counting(optim.SGD):
+    """Counts steps of each parameter in a number."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for each in group["params"]:
+                self.state[each]["count"] = self.state[each].get("count", 0) + 1
+        return super().step(closure)
+
+
+def test_an_optimizer_that_counts_in_numbers_is_refused_under_a_scaler(ranks: Ranks) -> None:
+    model: Any = DDP(Net())
+    model.scaler = torch.amp.GradScaler("cpu")
+    optimizer, step = adam(Counting)(model), ddpopt.train_step(scaled, backend="aot_eager")
+    x = torch.ones(2, WIDTH)
+    scaled(model, optimizer, x, x)
+    words = "does not support GradScaler with an optimizer that counts"
+    assert words in refusal(lambda: step(model, optimizer, x, x), DdpoptError)
+
+
+def halved(parameter: Any) -> None:
+    parameter.grad.mul_(0.5)
+
+
+def test_a_hook_on_an_input_runs_as_in_eager(ranks: Ranks) -> None:
+    found = []
+    for decorate in (lambda step: step, ddpopt.train_step(backend="aot_eager")):
+        torch._dynamo.reset()
+        model = DDP(Net())
+        x: Any = torch.ones(2, WIDTH, requires_grad=True)
+        x.register_hook(lambda gradient: 2 * gradient)
+        x.register_post_accumulate_grad_hook(halved)
+        step = decorate(plain)
+        for _ in range(2):
+            step(model, sgd()(model), x, torch.zeros(2, WIDTH))
+        found.append(x.grad)
+    assert torch.equal(*found)
 
 
 def test_the_limit_of_graphs_is_each_steps_own(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -611,6 +759,21 @@ def hooking(model: Any, x: Tensor) -> None:
     handle.remove()
 
 
+def once(model: Any, x: Tensor) -> None:
+    model(x).sum().backward()
+
+
+def dropping() -> Any:
+    """A model with a hook that sets a gradient to None."""
+    model: Any = DDP(Net())
+    model.module.layers[0].bias.register_post_accumulate_grad_hook(drop)
+    return model
+
+
+def drop(parameter: Any) -> None:
+    parameter.grad = None
+
+
 def branching(model: Any, x: Tensor) -> None:
     loss = model(x).sum()
     if loss > 0:
@@ -662,6 +825,7 @@ def written(model: Any, x: Tensor) -> None:
 
 OTHER = nn.Linear(2, 2)
 MADE: dict[str, Callable[[], Any]] = {
+    "a hook that drops": dropping,
     "called twice": lambda: DDP(Pair(), find_unused_parameters=True),
     "by turns": lambda: DDP(Pair(), static_graph=True),
     "written output": lambda: DDP(Net(), static_graph=True),
@@ -673,6 +837,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
         twice,
         "two backward passes of one step reduce the gradient of 'layers.3.bias' of model",
     ),
+    "a hook that drops": (once, "set its gradient to None before it is reduced"),
     "its own hook": (hooking, "does not support hooks on model.module.layers.0.bias; use ddpopt.compile"),
     "branch": (branching, "in branching: `if loss > 0:`: it depends on values of a tensor"),
     "ranks differ": (differing, "the ranks' steps do not communicate alike"),

@@ -61,7 +61,7 @@ def autocast(trainer: Trainer) -> None:
 def scaled(trainer: Trainer) -> None:
     """Scale the loss, as for half precision."""
     loss = trainer.updates.scaler.scale(trainer.loss())
-    trainer.backward(loss * torch.full_like(loss, trainer.updates.factor))
+    trainer.backward(loss * trainer.updates.factor.to(loss))
 
 
 def evaluate_between(trainer: Trainer) -> None:
@@ -99,7 +99,8 @@ def clip(trainer: Trainer) -> None:
 
 def rescale(trainer: Trainer) -> None:
     """Change the scale on all ranks alike; in the second step the loss of the first rank overflows."""
-    trainer.updates.factor = torch.inf if (trainer.step, trainer.place.rank) == (1, 0) else 1.0
+    overflows = (trainer.step, trainer.place.rank) == (1, 0)
+    trainer.updates.factor = torch.tensor(torch.inf if overflows else 1.0)
     if trainer.step:
         trainer.updates.scaler.update(SCALE * 2**trainer.step)
 

@@ -75,7 +75,7 @@ class Updates:
         optimizer: the optimizer, if there is one.
         scaler: the ``GradScaler``, if there is one.
         averages: the moving averages of the parameters, in their order; empty if none are kept.
-        factor: of the scaled loss, by which it overflows; a number, so that all steps compute the same.
+        factor: of the scaled loss, by which it overflows; a tensor (), so that all steps run the same graphs.
 
     Raises:
         UnsupportedError: the engine has updates of its own.
@@ -86,7 +86,7 @@ class Updates:
         self.optimizer: Any = None
         self.scaler: Any = None
         self.averages: list[Tensor] = []
-        self.factor = 1.0
+        self.factor = torch.ones(())
         self._schedule: Any = None
         if recipe is None:
             return

@@ -1,0 +1,134 @@
+"""What a backward does to each leaf, as Dynamo traces it: hooks, and the accumulation between them.
+
+Dynamo leaves hooks on parameters out of a traced backward. Here they are traced next to the accumulation, in
+the order in which eager's autograd reaches the leaves.
+
+Uses private parts of torch: how Dynamo accumulates gradients, and looks up attributes of tensors.
+
+Invariant: a hook runs once for each gradient of its leaf, before or after the accumulation as in eager.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch._dynamo import polyfills
+from torch._dynamo.comptime import comptime
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.variables import ConstantVariable, TensorVariable
+
+from ddpopt.errors import UnsupportedError
+from ddpopt.step.replicas import INSTEAD
+from ddpopt.step.settings import WHAT
+
+torch.library.define("ddpopt::mark", "(Tensor parameter, Tensor gradient) -> Tensor")
+torch.library.impl("ddpopt::mark", "default", lambda _, gradient: gradient.clone())
+MARK: Any = torch.ops.ddpopt.mark
+"""Marks a parameter's gradient before it is accumulated, and what it is afterwards."""
+HOOKS = {
+    f"torch._dynamo.variables.TensorVariable.method_attr_{kind}": kind
+    for kind in ("_backward_hooks", "_post_accumulate_grad_hooks")
+}
+"""What Dynamo looks for when it reads the hooks of a tensor, and has for no tensor of its own."""
+Hook = Callable[[Tensor], Tensor | None]
+_accumulate: Any = polyfills.accumulate_grad
+_collected: Any = TensorVariable._collect_backward_inputs
+_gradient: Any = TensorVariable.method_attr_grad
+
+
+def patches() -> dict[str, Any]:
+    """What replaces which part of torch while a step is traced; the reasons are in `ddpopt.torch_private`."""
+    return {
+        "torch._dynamo.polyfills.accumulate_grad": accumulate,
+        "torch._dynamo.variables.TensorVariable._collect_backward_inputs": _leaves,
+        "torch._dynamo.variables.TensorVariable.method_attr_grad": _own_none,
+        **{name: functools.partialmethod(_hooks, kind) for name, kind in HOOKS.items()},
+    }
+
+
+def accumulate(parameter: Tensor, gradient: Tensor | None, new: Tensor | None) -> Tensor | None:
+    """Accumulate a gradient, between the user's hooks; Dynamo traces this for each leaf.
+
+    Args:
+        parameter: the leaf.
+        gradient: the one that it has.
+        new: the one that it gets; None leaves it as it is, and runs no hook.
+    """
+    if new is None:
+        return cast("Tensor | None", _accumulate(parameter, gradient, new))
+    before, after = hooks_of(parameter)
+    local = _accumulate(parameter, gradient, _changed(MARK(parameter, new), before))
+    if after:
+        parameter.grad = local
+        for hook in after:
+            hook(parameter)
+        local = parameter.grad
+        if local is None:
+            comptime(_refuse_none)
+    accumulated: Tensor = MARK(parameter, local)
+    return accumulated if gradient is None else gradient.copy_(accumulated)
+
+
+def _refuse_none(_: Any) -> None:
+    raise UnsupportedError(
+        f"{WHAT} does not support hooks on a parameter that set its gradient to None before it is reduced; "
+        f"{INSTEAD}"
+    )
+
+
+def _changed(gradient: Tensor, hooks: list[Hook]) -> Tensor:
+    for hook in hooks:
+        changed = hook(gradient)
+        gradient = gradient if changed is None else changed
+    return gradient
+
+
+def hooks_of(parameter: Any) -> tuple[list[Hook], list[Hook]]:
+    """The user's hooks on a leaf: those on its gradient, and those after it was accumulated."""
+    before = parameter._backward_hooks or {}
+    after = parameter._post_accumulate_grad_hooks or {}
+    return [*before.values()], [*after.values()]
+
+
+def _hooks(variable: Any, kind: str, tx: Any) -> Any:
+    """The hooks of a tensor that the step reads; Dynamo would look at its fake tensor."""
+    return variable.dynamic_getattr(tx, kind) if variable.source else ConstantVariable(None)
+
+
+def _leaves(loss: Any, *args: Any, **kwargs: Any) -> Any:
+    """What a backward accumulates into; if hooks see it, in eager's order."""
+    found = _collected(loss, *args, **kwargs)
+    nodes = [each.proxy.node for each in found]
+    read = [node.meta["grapharg"].example for node in nodes if "grapharg" in node.meta]
+    if not any(any(hooks_of(leaf)) for leaf in read):
+        return found
+    fakes = [node.meta["example_value"] for node in nodes]
+    ready = _in_ready_order(loss.proxy.node.meta["example_value"], fakes)
+    return [found[place] for place in (*ready, *sorted({*range(len(found))} - {*ready}))]
+
+
+def _in_ready_order(loss: Tensor, leaves: list[Any]) -> list[int]:
+    """The places of leaves, in the order in which a backward reaches them."""
+    ready: list[int] = []
+    mode: Any = InstructionTranslator.current_tx().fake_mode
+    notes = [functools.partial(_note, ready, place) for place in range(len(leaves))]
+    handles = [leaf.register_hook(note) for leaf, note in zip(leaves, notes, strict=True)]
+    try:
+        with mode:
+            torch.autograd.grad(loss, leaves, torch.ones_like(loss), retain_graph=True, allow_unused=True)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return ready
+
+
+def _note(ready: list[int], place: int, _: Tensor) -> None:
+    ready.append(place)
+
+
+def _own_none(variable: Any, tx: Any) -> Any:
+    """A gradient that the step has set to None; Dynamo would name its only None after that gradient."""
+    found = _gradient(variable, tx)
+    return ConstantVariable(None) if found is not None and found.is_python_constant() else found
