@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import is_dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,18 @@ WHOLE = "step/"
 """What the ids of graphs of whole steps begin with."""
 
 
+class Part(NamedTuple):
+    """A forward of a step.
+
+    Attributes:
+        number: the part of the batch.
+        evaluates: whether it is an evaluation, on fewer samples and without gradients.
+    """
+
+    number: int
+    evaluates: bool = False
+
+
 class _Scout:
     """Notes which parts a step takes, and which of them the other model takes."""
 
@@ -31,27 +43,23 @@ class _Scout:
         self.updates = trainer.updates
         self.step = trainer.step
         self.other = trainer.other
-        self.parts: list[int] = []
-        self.parts_of_other: list[int] = []
+        self.parts: list[Part] = []
+        self.parts_of_other: list[Part] = []
         self.parallel = SimpleNamespace(no_sync=contextlib.nullcontext)
 
     def loss(self, part: int = 0) -> Tensor:
         """A number in place of a loss."""
-        self.parts.append(part)
+        self.parts.append(Part(part))
         return torch.zeros((), requires_grad=True)
 
     def loss_of_other(self, part: int) -> Tensor:
         """The same for the other model."""
-        self.parts_of_other.append(part)
+        self.parts_of_other.append(Part(part))
         return torch.zeros((), requires_grad=True)
 
     def evaluate(self, part: int) -> None:
-        """An evaluation of the same model has no place in the graph of a step.
-
-        Raises:
-            UnsupportedError: always.
-        """
-        raise UnsupportedError(f"the judge captures no evaluation inside a step, as of part {part}")
+        """The same for an evaluation."""
+        self.parts.append(Part(part, evaluates=True))
 
     def backward(self, loss: Tensor) -> None:
         """Nothing."""
@@ -60,7 +68,7 @@ class _Scout:
 class _Captured:
     """What a step sees of its trainer while it is captured."""
 
-    def __init__(self, trainer: Any, ddp: Any, other: Any, batches: Mapping[int, Any]) -> None:
+    def __init__(self, trainer: Any, ddp: Any, other: Any, batches: Mapping[Part, Any]) -> None:
         self.case = trainer.case
         self.place = trainer.place
         self.updates = trainer.updates
@@ -74,16 +82,29 @@ class _Captured:
 
     def loss(self, part: int = 0) -> Tensor:
         """The loss of a part."""
-        args, kwargs = self.batches[part]
-        self.outputs.append(self.parallel(*args, **kwargs))
-        self.values.append(_mapped(_copied, self.outputs[-1]))  # a later forward may write to outputs
-        loss: Tensor = self.case.loss(self.outputs[-1])
+        loss: Tensor = self.case.loss(self._forward(Part(part)))
         self.last = loss.detach()
         return loss
 
+    def _forward(self, part: Part) -> Any:
+        args, kwargs = self.batches[part]
+        self.outputs.append(self.parallel(*args, **kwargs))
+        self.values.append(_mapped(_copied, self.outputs[-1]))  # a later forward may write to outputs
+        return self.outputs[-1]
+
+    def evaluate(self, part: int) -> None:
+        """A forward in evaluation mode."""
+        modules = [*self.parallel.modules()]
+        trained = [module.training for module in modules]
+        self.parallel.eval()
+        with torch.no_grad():
+            self._forward(Part(part, evaluates=True))
+        for module, training in zip(modules, trained, strict=True):
+            module.training = training
+
     def loss_of_other(self, part: int) -> Tensor:
         """The loss of the other model."""
-        args, kwargs = self.batches[part]
+        args, kwargs = self.batches[Part(part)]
         loss: Tensor = self.case.loss(self.other(*args, **kwargs))
         return loss
 
@@ -107,7 +128,7 @@ def whole_step(
         The function, for all steps of a run.
     """
 
-    def step(ddp: Any, other: Any, optimizer: Any, batches: Mapping[int, Any]) -> Any:
+    def step(ddp: Any, other: Any, optimizer: Any, batches: Mapping[Part, Any]) -> Any:
         captured = _Captured(trainer, ddp, other, batches)
         take_step(captured)
         if captures_update:
@@ -121,7 +142,7 @@ def whole_step(
     def take() -> None:
         scout = _Scout(trainer)
         take_step(scout)
-        batches = {part: trainer.inputs(part) for part in (*scout.parts, *scout.parts_of_other)}
+        batches = {part: _inputs(trainer, part) for part in (*scout.parts, *scout.parts_of_other)}
         other = None if trainer.other is None else trainer.other.ddp
         for part in scout.parts:
             trainer.sight.calls(*batches[part])
@@ -138,6 +159,11 @@ def whole_step(
             trainer.extras |= trainer.sight.returns(_mapped(_attached, output, of_graph), forward, value)
 
     return take
+
+
+def _inputs(trainer: Any, part: Part) -> Any:
+    with trainer.fewer_samples() if part.evaluates else contextlib.nullcontext():
+        return trainer.inputs(part.number)
 
 
 def _draws(model: torch.nn.Module) -> Iterator[bool]:

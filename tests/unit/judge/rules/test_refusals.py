@@ -57,11 +57,6 @@ def of_two_dtypes() -> None:
     require_one_dtype("zero", nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2).half()]))
 
 
-def evaluating() -> None:
-    trainer = SimpleNamespace(other=None, place=None, updates=None, step=0)
-    whole_step(trainer, lambda step: step.evaluate(1), lambda step: step)()
-
-
 def drawing() -> None:
     model = nn.Dropout(0.5)
     trainer = SimpleNamespace(
@@ -100,7 +95,6 @@ PROVOKED: dict[str, Callable[[Ranks], object]] = {
     "not installed": lambda _: required("a_package_that_nobody_has"),
     "resumes": resumed,
     "seeded between": lambda _: drawing(),
-    "no evaluation inside": lambda _: evaluating(),
     "2.13": lambda _: on_an_old_release(),
     "sparse": lambda _: sparse(),
 }
