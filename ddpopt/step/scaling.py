@@ -9,6 +9,8 @@ Uses private parts of torch: which files Dynamo traces, and how ``GradScaler`` n
 Invariant: parameters, the optimizer's state and the scale are bit for bit those of an eager step.
 """
 
+import contextlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -21,8 +23,9 @@ from ddpopt.errors import UnsupportedError
 from ddpopt.step.replicas import INSTEAD
 from ddpopt.step.settings import WHAT
 
-MADE: list[tuple[Any, Any, Tensor]] = []
-"""State that a running step made: the optimizer, the parameter, and how many gradients are infinite."""
+MADE: list[tuple[Tensor, Any, list[tuple[Any, list[str]]]]] = []
+"""Of each optimizer's step that made state: how many gradients are infinite, the optimizer, and the names of
+what it made for which parameter."""
 _traced_files: Any = trace_rules.get_mod_inlinelist
 _step: Any = torch.amp.GradScaler.step
 _unscale: Any = torch.amp.GradScaler.unscale_
@@ -68,6 +71,7 @@ def step_unless_infinite(_: Any, optimizer: Any, noted: dict[str, Any], *args: A
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     updated = [each for each in parameters if each.grad is not None]
     states = [optimizer.state[each] if optimizer.state.get(each) else {} for each in updated]
+    known = [[*state] for state in states]
     before = [(each, each.clone()) for each in [*updated, *_values(states, Tensor)]]
     numbers = _values(states, (int, float))
     returned = optimizer.step(*args, **kwargs)
@@ -76,9 +80,13 @@ def step_unless_infinite(_: Any, optimizer: Any, noted: dict[str, Any], *args: A
     with torch.no_grad():
         for each, old in before:
             each.copy_(torch.where(infinite > 0, old, each))
-    for each, state in zip(updated, states, strict=True):
-        if not state and optimizer.state.get(each):
-            MADE.append((optimizer, each, infinite))
+    made = [
+        (each, [name for name in optimizer.state[each] if name not in names])
+        for each, names in zip(updated, known, strict=True)
+        if optimizer.state.get(each)
+    ]
+    if any(names for _, names in made):
+        MADE.append((infinite, optimizer, made))
     return returned
 
 
@@ -93,10 +101,21 @@ def _refuse_numbers(_: Any) -> None:
     )
 
 
-def forget_skipped() -> None:
-    """After a step: remove the state that was made in it, if eager had skipped the update."""
-    made = [*MADE]
-    MADE.clear()
-    for optimizer, parameter, infinite in made:
-        if infinite.item():
-            del optimizer.state[parameter]
+@contextlib.contextmanager
+def forgetting_skipped() -> Iterator[None]:
+    """A block with a step, after which the state that it made is removed if eager would not have made it."""
+    try:
+        yield
+        for infinite, optimizer, made in MADE:
+            if infinite.item():
+                _remove(optimizer.state, made)
+    finally:
+        MADE.clear()
+
+
+def _remove(state: Any, made: Iterable[tuple[Any, list[str]]]) -> None:
+    for parameter, names in made:
+        for name in names:
+            del state[parameter][name]
+        if not state[parameter]:
+            del state[parameter]

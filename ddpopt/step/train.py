@@ -36,7 +36,7 @@ from ddpopt.step.replicas import (
     require_no_node_hooks,
     require_plain_ddp,
 )
-from ddpopt.step.scaling import forget_skipped
+from ddpopt.step.scaling import forgetting_skipped
 from ddpopt.step.settings import WHAT, StepSettings
 from ddpopt.step.tracing import Seen, traceable
 from ddpopt.step.transport import Transport, transport_of
@@ -108,10 +108,8 @@ class TrainStep:
             self._compiled_for.clear()
         try:
             require_no_modes()
-            with reported(name), traceable(self._seen), swapped(self._swaps):
-                returned = self._compiled(*args, **kwargs)
-            forget_skipped()
-            return returned
+            with reported(name), traceable(self._seen), swapped(self._swaps), forgetting_skipped():
+                return self._compiled(*args, **kwargs)
         except DdpoptError as error:
             if not self._compared:  # the other ranks wait for this one
                 met = [replica.ddp for replica in self._seen.replicas.values()]

@@ -79,7 +79,8 @@ def missed(reference: Reference, chosen: Sequence[Cell], make: Make) -> list[str
         trial = judge(reference, *make(cell))
         restore()
         os.chdir(directory)
-        is_named = trial.status is Status.REFUSED and any(name in trial.reason for name in NAMED)
+        named = [name for name in NAMED if name in str(cell) and name in trial.reason]
+        is_named = trial.status is Status.REFUSED and bool(named)
         if trial.status is not Status.WRONG and not is_named:
             found.append(f"{cell}: {trial.status} {trial.reason}")
     return found

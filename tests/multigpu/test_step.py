@@ -569,8 +569,17 @@ def scaled_and_clipped(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
     return loss.detach(), norm
 
 
+def with_own_state(model: nn.Module) -> torch.optim.Optimizer:
+    """An optimizer whose state has an entry of the user's before it has its own."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for each in model.parameters():
+        optimizer.state[each]["own"] = torch.ones(2)
+    return optimizer
+
+
 SCALED: dict[str, Make] = {
     "SGD": sgd(momentum=0.9, dampening=0.5),
+    "own state": with_own_state,
     "RMSprop": adam(optim.RMSprop, centered=True, momentum=0.9),
     "fused Adam": adam(amsgrad=True, fused=True),
 }
@@ -580,7 +589,7 @@ SCALED: dict[str, Make] = {
 @pytest.mark.parametrize(
     ("optimizer", "step", "overflow"),
     [
-        pytest.param(name, step, overflow, marks=() if (place % 5 == 1) else pytest.mark.nightly)
+        pytest.param(name, step, overflow, marks=() if place % 5 == 1 else pytest.mark.nightly)
         for place, (name, step, overflow) in enumerate(
             itertools.product(SCALED, (scaled, scaled_and_clipped), (0, 2, None))
         )

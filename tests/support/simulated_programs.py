@@ -15,6 +15,7 @@ from ddpopt.cases.case import Call, Case
 
 ODD_ONE = 5
 """The rank that differs."""
+KNOWS_RANK = "an evaluation that knows its rank"
 CAPS = {"bucket_cap_mb": 0.001}
 
 
@@ -27,6 +28,8 @@ class Net(nn.Module):
         self.second = nn.Linear(16, 16)
         self.last = nn.Linear(16, 24 if kind == "another model" and rank() == ODD_ONE else 16)
         self.kind = kind
+        if kind == "a model that one rank announces" and rank() == ODD_ONE:
+            dist.barrier()
         self.calls = 0
         self.writes_log = kind == "an attribute of rank 0" and rank() == 0
         if kind == "a hook on rank 0" and rank() == 0:
@@ -66,7 +69,7 @@ class Net(nn.Module):
             self.late = getattr(self, "late", 0) + 1
             if self.kind == "a late counter that sends" and self.late > 2 and rank() == ODD_ONE:
                 dist.all_reduce(torch.ones(1))
-        if self.kind == "a constant of the rank":
+        if self.kind == "a constant of the rank" or (self.kind == KNOWS_RANK and not self.training):
             hidden = hidden * (1 + rank())
         if self.kind == "a counter":
             self.calls += 1

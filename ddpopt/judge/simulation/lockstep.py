@@ -5,16 +5,14 @@ next step begins. Invariant: a rank that would send something else than its peer
 mean anything.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ddpopt.cases.case import Case
 from ddpopt.errors import numbered
-from ddpopt.judge.compare import exact
 from ddpopt.judge.engines.engine import Engine, Named
 from ddpopt.judge.rules.bench import CHEAP, Subject
 from ddpopt.judge.rules.evidence import Peer, RunEvidence
@@ -26,8 +24,8 @@ from ddpopt.judge.simulation.early import EndedEarlyError, eager_failed, eager_f
 from ddpopt.judge.simulation.evaluating import Evaluations
 from ddpopt.judge.simulation.hidden import VALUES
 from ddpopt.judge.simulation.models import Models
-from ddpopt.judge.simulation.numbers import Again, Numbers
-from ddpopt.judge.simulation.program import Failures, Why, finding_of, unlike_models
+from ddpopt.judge.simulation.numbers import Again, Numbers, add_parts, in_form
+from ddpopt.judge.simulation.program import EAGER, Failures, Why, finding_of, unlike_models
 from ddpopt.judge.simulation.recompiling import Recompilations, Suspicion
 from ddpopt.judge.simulation.repeats import Repeats
 from ddpopt.judge.simulation.sequences import Sequences, sent_in_words
@@ -37,7 +35,6 @@ from ddpopt.judge.training.record import Record, buckets_of
 from ddpopt.judge.training.visible import SETTINGS
 from ddpopt.judge.verdict import SeenBucket, Status
 
-EAGER = "eager"
 MADE_OTHERWISE = "ranks make models that differ, so that one model cannot be each of them"
 NOT_MEANT = "timing, and memory that grows with the steps, are not simulated"
 NOT_FOLLOWED_UP = "what evaluation and extra steps leave was simulated {whose}"
@@ -104,7 +101,7 @@ class Lockstep:
 
     def judged(self) -> dict[str, Any]:
         """Take all steps, and return the fields of the trial."""
-        said, self.made_otherwise = unlike_models(self.subject.adapted, self.world)
+        said, self.made_otherwise = unlike_models(self.subject.adapted, self.world, self.sends)
         if said:
             return {"status": Status.WRONG, "findings": tuple(said), "levels": ("L3",)}
         try:
@@ -116,6 +113,8 @@ class Lockstep:
                 raise
         if self.repeats.not_reproduced:
             return {"status": Status.BROKEN, "reason": self.repeats.not_reproduced}
+        if self.models.compiles_for_each:
+            self.notes[COMPILED_AGAIN] = None
         sheets = list(self.sheets.values())
         sheets[0].findings += self.repeats.findings
         judged = worst(item for sheet in sheets for item in sheet.judged)
@@ -152,8 +151,8 @@ class Lockstep:
             before = start
             start = self._all_ranks(index, start)
         self._follow_up(before, start)
-        evaluations = Evaluations(self.models, self.world, self.subject)
-        self.sheets[0].findings += evaluations.findings(self.mode.name, start)
+        evaluations = Evaluations(self.models, self.world, self.subject, start)
+        self.sheets[0].findings += evaluations.findings(self.mode.name)
         if self.suspicion is not None:
             self._compile_alone(self.suspicion, start)
 
@@ -205,7 +204,7 @@ class Lockstep:
         kept = updating.trainer.record.ignored
         names = [name for name in updating.trainer.parallel.gradients() if name not in kept]
         reduced = {name: step.total.get(name) for name in names}
-        return updating.update(start, _in_form(reduced, start), step.after)
+        return updating.update(start, in_form(reduced, start), step.after)
 
     # --------------------------------------------------------------------------------------------- one rank
 
@@ -231,7 +230,7 @@ class Lockstep:
             models.renew_eager()
         if self.made_otherwise or step.incomplete or step.failures.of_ranks or not step.eager.are_equal:
             return None
-        _add(step.total, gradients)
+        add_parts(step.total, gradients)
         return eager
 
     def _in_mode(self, step: StepOfRanks, rank: int, eager: Taken) -> None:
@@ -243,10 +242,8 @@ class Lockstep:
             self.models.got.undo(rank)
             got = self._taken(step, rank, eager)
             sheet = self._sheet(step, rank, got, eager)
-            if not self._is_unlike(step, got, sheet):
-                self.models.compiles_for_each = True
-                self.notes[COMPILED_AGAIN] = None
-        if sheet.findings or sheet.wrong():
+            self.models.compiles_for_each = not self._is_unlike(step, got, sheet)
+        if self._is_wrong(sheet):
             self.wrong.add(rank)
         step.got.add(rank, got.sent)
         self.numbers.remember(rank, got.record)
@@ -259,17 +256,17 @@ class Lockstep:
         self.unjudged |= dict.fromkeys((*got.record.unjudged, *eager.record.unjudged))
 
     def _is_unlike(self, step: StepOfRanks, got: Taken, sheet: Sheet) -> bool:
-        return bool(sheet.findings or sheet.wrong()) or not step.got.would_be_equal(got.sent)
+        return self._is_wrong(sheet) or not step.got.would_be_equal(got.sent)
+
+    def _is_wrong(self, sheet: Sheet) -> bool:
+        return bool(sheet.findings or sheet.wrong())
 
     def _taken(self, step: StepOfRanks, rank: int, eager: Taken) -> Taken:
         model = self.models.got_as(rank)
         try:
             return model.step(rank, step.index, eager.record.start)
         except Exception as error:
-            if self.models.may_be_code_of_another(rank) and not self.wrong:
-                self.models.renew_code(rank)
-                self.models.compiles_for_each = True
-                self.notes[COMPILED_AGAIN] = None
+            if self._compiles_again(rank):
                 return self._taken(step, rank, eager)
             raise mode_fails(rank, error) from error
 
@@ -358,10 +355,22 @@ class Lockstep:
         self.notes[NOT_FOLLOWED_UP.format(whose=whose)] = None
         last = self.subject.steps - 1
         for rank in ranks:
-            followed = self.repeats.after_training(rank, last, start, final)
-            if followed is not None:
-                sheet = self._compared(rank, last, *followed)
-                self.sheets[rank] = self.sheets[rank].with_more(sheet)
+            sheet = self._followed_up(rank, last, start, final)
+            if self._is_wrong(sheet) and self._compiles_again(rank):
+                sheet = self._followed_up(rank, last, start, final)
+            self.sheets[rank] = self.sheets[rank].with_more(sheet)
+
+    def _followed_up(self, rank: int, last: int, start: Named, final: Named) -> Sheet:
+        followed = self.repeats.after_training(rank, last, start, final)
+        return Sheet(rank, {}) if followed is None else self._compared(rank, last, *followed)
+
+    def _compiles_again(self, rank: int) -> bool:
+        """Whether a rank that differs may do so for another rank's code; then each compiles for itself."""
+        if not self.models.may_be_code_of_another(rank) or self.wrong:
+            return False
+        self.models.renew_code(rank)
+        self.models.compiles_for_each = True
+        return True
 
     def _compile_alone(self, suspicion: Suspicion, start: Named) -> None:
         """Try what a suspect rank compiles on its own."""
@@ -373,20 +382,3 @@ class Lockstep:
             raise mode_fails(suspicion.rank, error) from error
         if found is not None:
             self.sheets[suspicion.rank].findings.append(found)
-
-
-def _add(total: dict[str, Tensor], gradients: Mapping[str, Tensor | None]) -> None:
-    """Add one rank's part of each gradient, which DDP has divided by the number of ranks."""
-    for name, gradient in gradients.items():
-        if gradient is not None:
-            part = exact(gradient)
-            total[name] = total[name] + part if name in total else part
-
-
-def _in_form(reduced: Mapping[str, Tensor | None], start: Named) -> dict[str, Tensor | None]:
-    """Gradients in the form of their parameters: complex numbers were pairs."""
-    found: dict[str, Tensor | None] = {}
-    for name, value in reduced.items():
-        is_pairs = value is not None and start[name].is_complex()
-        found[name] = torch.view_as_complex(value.contiguous()) if value is not None and is_pairs else value
-    return found

@@ -4,7 +4,7 @@ A gradient here is the part that the rank sends: its own, divided by the number 
 number that eager leaves is compared; what is equal on later ranks is not listed.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property, partial
 
@@ -194,3 +194,20 @@ def _compared(level: str, number: Number, rounding: _Rounding) -> Difference:
     if level == "L2" and number.kind is not NumberKind.PARAMETER:
         return arithmetic(number.got, rounding.by_place[number.step][number.name])
     return bitwise(number.got, number.eager)
+
+
+def add_parts(total: dict[str, Tensor], gradients: Mapping[str, Tensor | None]) -> None:
+    """Add one rank's part of each gradient, which DDP has divided by the number of ranks."""
+    for name, gradient in gradients.items():
+        if gradient is not None:
+            part = exact(gradient)
+            total[name] = total[name] + part if name in total else part
+
+
+def in_form(reduced: Mapping[str, Tensor | None], start: Named) -> dict[str, Tensor | None]:
+    """Gradients in the form of their parameters: complex numbers were pairs."""
+    found: dict[str, Tensor | None] = {}
+    for name, value in reduced.items():
+        is_pairs = value is not None and start[name].is_complex()
+        found[name] = torch.view_as_complex(value.contiguous()) if value is not None and is_pairs else value
+    return found

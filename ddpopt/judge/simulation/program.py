@@ -15,42 +15,57 @@ from ddpopt.cases.case import Case
 from ddpopt.errors import numbered
 from ddpopt.judge.rules.failing import Failure, failure_of
 from ddpopt.judge.simulation.causes import Line, branch, unlike_inputs
-from ddpopt.judge.simulation.sequences import Parting
-from ddpopt.judge.simulation.world import World
+from ddpopt.judge.simulation.sequences import Parting, Sequences
+from ddpopt.judge.simulation.world import Sends, World
 from ddpopt.judge.training.makeup import makeup
 from ddpopt.judge.training.values import PLAIN
 from ddpopt.judge.verdict import Finding
 
+EAGER = "eager"
 ALIKE = "the same collectives on every rank, in the same order"
 SAME_MODEL = "the same parameters and buffers on every rank"
 NONE_LEAVES = "no rank fails or ends while the others go on"
 SHOWN_NAMES = 4
 
 
-def unlike_models(case: Case, world: World) -> tuple[list[Finding], str]:
+def unlike_models(case: Case, world: World, sends: Sends) -> tuple[list[Finding], str]:
     """Ranks whose model differs, where making it reads the rank.
 
+    Args:
+        case: the case.
+        world: the ranks.
+        sends: what they send.
+
     Returns:
-        A finding for each way to have other parameters or buffers; and, where models differ only in hooks or
-        attributes, which ranks have others.
+        A finding for each way to send something else while it is made, and to have other parameters or
+        buffers; and, where models differ only in hooks or attributes, which ranks have others.
     """
+    sends.sent.clear()
     with world.noting_reads() as reads:
         first = case.model()
     if not reads:
         return [], ""
+    sent = Sequences(world.members)
+    sent.add(0, tuple(sends.sent))
     specs = _specs(first)
     makeup_of_first = _makeup(first)
     unlike: dict[str, list[int]] = {}
     otherwise: dict[str, list[int]] = {}
     for rank in range(1, world.size):
         world.become(rank)
+        sends.sent.clear()
         model = case.model()
+        sent.add(rank, tuple(sends.sent))
         if text := _first_difference(_specs(model), specs):
             unlike.setdefault(text, []).append(rank)
         elif text := _first_difference(_makeup(model), makeup_of_first):
             otherwise.setdefault(text, []).append(rank)
     world.become(0)
     said = [
+        Finding("L3", ALIKE, f"while its model is made, {each}", rank=each.ranks[0], ranks=each.ranks)
+        for each in sent.partings()
+    ]
+    said += [
         Finding("L3", SAME_MODEL, f"{numbered('rank', ranks)}: {text}", rank=ranks[0], ranks=tuple(ranks))
         for text, ranks in unlike.items()
     ]

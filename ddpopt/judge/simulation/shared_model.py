@@ -146,7 +146,7 @@ class SharedModel:
         trainer.sees_all = rank < SEEN
         if trainer.sees_all:
             trainer.updates.load(copy.deepcopy(self._updates_of.get(rank, self._fresh_updates)))
-            trainer.sight.forget_process()  # what was changed before is not of this step
+            trainer.sight.forget_changes()  # what was changed before is not of this step
         self._world.become(rank)
         self._sends.sent.clear()
         try:

@@ -183,10 +183,11 @@ class Sight:
             **drawn,
         }
 
-    def forget_process(self) -> None:
-        """Take what was changed in the process so far for what was there before."""
+    def forget_changes(self) -> None:
+        """Take what was changed in the process and the model so far for what was there before."""
         if self._steps:
             self._process = process_state()
+            self._makeup = makeup(self._model)
 
     def _changed_parts(self) -> list[str]:
         """What the model has or lacks since the last step."""

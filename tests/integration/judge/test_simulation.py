@@ -20,7 +20,7 @@ from ddpopt.ranks.environment import RANK_VARIABLES
 from tests.selftest import backend_cells
 from tests.selftest.backend_cells import DamagedBackend
 from tests.selftest.cells import CASE, Cell, cells, engine_of, restore
-from tests.support.simulated_programs import ODD_ONE, case_of
+from tests.support.simulated_programs import KNOWS_RANK, ODD_ONE, case_of
 
 RANKS = 8
 FEW = 3
@@ -84,6 +84,7 @@ WRONG: dict[str, tuple[str, ...]] = {
     ),
     "a message to nobody": ("message 0 from rank 5 to rank 0", "send (to rank 0)", "nothing on the other"),
     "an evaluation of rank 5": ("in an evaluation after the last step: rank 5 would send 1", "barrier"),
+    "a model that one rank announces": ("while its model is made, rank 5 would send 1", "barrier"),
     "a late counter that sends": ("step 2: rank 5 would send", "self.late > 2"),
 }
 WRONG_BY_NIGHT = ("an average on rank 0", "another reduction", "an attribute of rank 0", "another model")
@@ -108,11 +109,12 @@ def test_a_branch_on_data_is_found_where_only_some_ranks_take_it() -> None:
     assert "x[0, 0] > 1.5" in finding.message
 
 
-RIGHT_BY_DAY = (("an average on all ranks", "ddpopt-inline"), ("a counter", "ddpopt-split"))
+RIGHT_BY_DAY = ((KNOWS_RANK, "ddpopt-inline"), ("a counter", "ddpopt-split"))
 RIGHT = (
     "nothing",
     "an average on all ranks",
     "a constant of the rank",
+    KNOWS_RANK,
     "a counter",
     "a late counter",
     "a metric",
@@ -128,7 +130,7 @@ def right_ones() -> list[Any]:
         pytest.param(kind, name, marks=() if (kind, name) in RIGHT_BY_DAY else pytest.mark.nightly)
         for name in names
         for kind in RIGHT
-        if name != "ddpopt-step" or kind not in (*COUNTERS, "a constant of the rank")
+        if name != "ddpopt-step" or kind not in (*COUNTERS, "a constant of the rank", KNOWS_RANK)
     ]
 
 
