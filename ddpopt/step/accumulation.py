@@ -9,7 +9,7 @@ Invariant: a hook runs once for each gradient of its leaf, before or after the a
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
@@ -58,15 +58,13 @@ def accumulate(parameter: Tensor, gradient: Tensor | None, new: Tensor | None) -
     """
     if new is None:
         return cast("Tensor | None", _accumulate(parameter, gradient, new))
-    before, after = hooks_of(parameter)
-    local = _accumulate(parameter, gradient, _changed(MARK(parameter, new), before))
-    if after:
-        parameter.grad = local
-        for hook in after:
-            hook(parameter)
-        local = parameter.grad
-        if local is None:
-            comptime(_refuse_none)
+    leaf: Any = parameter  # torch does not type its hooks
+    new = MARK(parameter, new)
+    if leaf._backward_hooks:
+        new = _changed(new, leaf._backward_hooks)
+    local = _accumulate(parameter, gradient, new)
+    if leaf._post_accumulate_grad_hooks:
+        local = _told(leaf, local, leaf._post_accumulate_grad_hooks)
     accumulated: Tensor = MARK(parameter, local)
     return accumulated if gradient is None else gradient.copy_(accumulated)
 
@@ -78,18 +76,22 @@ def _refuse_none(_: Any) -> None:
     )
 
 
-def _changed(gradient: Tensor, hooks: list[Hook]) -> Tensor:
-    for hook in hooks:
+def _changed(gradient: Any, hooks: Mapping[int, Hook]) -> Any:
+    """A gradient after the hooks on it."""
+    for hook in hooks.values():
         changed = hook(gradient)
         gradient = gradient if changed is None else changed
     return gradient
 
 
-def hooks_of(parameter: Any) -> tuple[list[Hook], list[Hook]]:
-    """The user's hooks on a leaf: those on its gradient, and those after it was accumulated."""
-    before = parameter._backward_hooks or {}
-    after = parameter._post_accumulate_grad_hooks or {}
-    return [*before.values()], [*after.values()]
+def _told(parameter: Any, gradient: Tensor, hooks: Mapping[int, Hook]) -> Any:
+    """An accumulated gradient after the hooks that see its parameter."""
+    parameter.grad = gradient
+    for hook in hooks.values():
+        hook(parameter)
+    if parameter.grad is None:
+        comptime(_refuse_none)
+    return parameter.grad
 
 
 def _hooks(variable: Any, kind: str, tx: Any) -> Any:
@@ -102,7 +104,7 @@ def _leaves(loss: Any, *args: Any, **kwargs: Any) -> Any:
     found = _collected(loss, *args, **kwargs)
     nodes = [each.proxy.node for each in found]
     read = [node.meta["grapharg"].example for node in nodes if "grapharg" in node.meta]
-    if not any(any(hooks_of(leaf)) for leaf in read):
+    if not any(leaf._backward_hooks or leaf._post_accumulate_grad_hooks for leaf in read):
         return found
     fakes = [node.meta["example_value"] for node in nodes]
     ready = _in_ready_order(loss.proxy.node.meta["example_value"], fakes)

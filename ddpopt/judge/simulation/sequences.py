@@ -53,7 +53,8 @@ class Unmatched(Parting):
     """A message from one rank to another, which one of them sends and the other does not receive."""
 
     def __str__(self) -> str:
-        (sender,), (receiver,) = self.ranks, self.peers
+        sender = self.ranks[0]
+        receiver = self.peers[0]
         return (
             f"message {self.index} from rank {sender} to rank {receiver}: "
             f"{sent_in_words(self.theirs)} on the one, {sent_in_words(self.ours)} on the other"
