@@ -59,7 +59,6 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(r"is not installed here", "modes.md", "need the packages of the extra", HERE),
     # options
     Refusal(r"resumes no parts of models", "modes.md", "`resumed` takes no mesh", HERE),
-    Refusal(r"seeded between the parts of a step", "modes.md", "random numbers in several forwards", HERE),
     # strategies
     Refusal(
         r"of the private names that ddpopt uses",

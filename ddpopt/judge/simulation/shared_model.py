@@ -292,6 +292,7 @@ class SharedModel:
         trainer.step = step
         restore(self._parts, self._kept.get(rank, self._fresh))
         trainer.parallel.load(state)
+        trainer.seed()
         self._world.become(rank)
         self._sends.sent.clear()
         try:

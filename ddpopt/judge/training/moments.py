@@ -128,6 +128,7 @@ def extra_step(trainer: Trainer, name: str) -> None:
     trainer.step = len(record.steps) - 1
     trainer.parallel.load((record.follow or record.starts)[-1])
     trainer.extras = {}
+    trainer.seed()
     trainer.parallel.zero_grad()
     trainer.sight.before_step(keep=False)
     before = trainer.parallel.state()
@@ -164,6 +165,7 @@ def evaluate(trainer: Trainer) -> None:
             trainer.parallel.load(states[steps])
             trainer.step = max(0, steps - 1)
             trainer.extras = {}
+            trainer.seed()
             trainer.parallel.zero_grad()
             before = trainer.parallel.state()
             trainer.sight.before_step(keep=False)
@@ -222,6 +224,7 @@ def probe(trainer: Trainer, option: Option) -> None:
     ddp = trainer.ddp
     trainer.step = len(record.steps) - 1
     trainer.parallel.load(record.starts[trainer.step])
+    trainer.seed()
     trainer.parallel.zero_grad()
     broadcasts = ddp.require_forward_param_sync
     with trainer.parallel.no_sync():

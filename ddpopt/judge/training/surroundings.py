@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -121,10 +121,24 @@ def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     return [name for name in differ if name != THREADS or not after[name] <= before[name]]
 
 
-def seed_others(seed: int) -> None:
-    """Seed the generators outside of torch."""
+def seed_all(seed: int) -> None:
+    """Seed the generators that programs share: torch's, Python's and NumPy's."""
+    torch.manual_seed(seed)
     random.seed(seed)
-    np.random.seed(seed % 2**32)  # the global generator is what programs share
+    np.random.seed(seed % 2**32)
+
+
+@contextlib.contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """In this block these generators are seeded; then they are as before."""
+    others = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        seed_all(seed)
+        try:
+            yield
+        finally:
+            random.setstate(others[0])
+            np.random.set_state(others[1])
 
 
 def generators() -> dict[str, str]:

@@ -150,6 +150,7 @@ def record_training_step(
         update: updates the parameters.
     """
     trainer.extras = {}
+    trainer.seed()
     trainer.parallel.zero_grad(set_to_none=not option.keeps_gradients)
     option.before_step(trainer)
     trainer.sight.before_step(keep=option.keeps_gradients)

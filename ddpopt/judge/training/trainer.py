@@ -19,7 +19,7 @@ from ddpopt.cases.case import Case, on_device, step_seed
 from ddpopt.cases.option_cases import smaller_batch
 from ddpopt.judge.engines.engine import Engine, Gives, Named
 from ddpopt.judge.training.record import Record, RecordedStep
-from ddpopt.judge.training.surroundings import seed_others
+from ddpopt.judge.training.surroundings import seed_all, seeded
 from ddpopt.judge.training.updating import Recipe, Updates, recipe_for
 from ddpopt.judge.training.visible import Sight
 from ddpopt.observation.compilations import Compilations
@@ -137,13 +137,15 @@ class Trainer:
         finally:
             self.resized = resized
 
+    def seed(self) -> None:
+        """Seed the random numbers of a step, or of what is run after the steps."""
+        seed_all(step_seed(self.place.rank, self.step))
+
     def inputs(self, part: int) -> Any:
-        """Return the inputs of a part, and seed its random numbers."""
+        """Return the inputs of a part; the random numbers that the step draws do not depend on them."""
         source = self.place.rank + part * self.place.size
-        seed = step_seed(source, self.step)
-        torch.manual_seed(seed)
-        seed_others(seed)
-        given = self.case.inputs(source, self.step)
+        with seeded(step_seed(source, self.step), self.place.device):
+            given = self.case.inputs(source, self.step)
         return on_device(given if self.resized is None else self.resized(given), self.place.device)
 
     def backward(self, loss: Tensor) -> None:

@@ -3,11 +3,11 @@
 The option's function runs twice: first to learn which parts of the batch it takes, in which order; then as
 the function that ``ddpopt.train_step`` captures, on these parts.
 
-Invariant: the parts are made, and random numbers seeded, as in a step that is not captured.
+Invariant: the parts are made as in a step that is not captured, and draw from the same random numbers.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
-
-from ddpopt.errors import UnsupportedError
 
 Step = Callable[[Any], None]
 WHOLE = "step/"
@@ -146,13 +144,9 @@ def whole_step(
         other = None if trainer.other is None else trainer.other.ddp
         for part in scout.parts:
             trainer.sight.calls(*batches[part])
-        generator = torch.get_rng_state()
         outputs, values, computed, trainer.last_loss = run(
             trainer.ddp, other, trainer.updates.optimizer, batches
         )
-        drawn = any(_draws(trainer.parallel.model)) or not torch.equal(generator, torch.get_rng_state())
-        if len(batches) > 1 and drawn:
-            raise UnsupportedError("random numbers are seeded between the parts of a step")
         known = sum(each.startswith(WHOLE) for each in trainer.compilations.graphs)
         trainer.compilations.graphs.extend(f"{WHOLE}{place}" for place in range(known, len(run.graphs)))
         for forward, (output, of_graph, value) in enumerate(zip(outputs, computed, values, strict=True), 1):
@@ -164,11 +158,6 @@ def whole_step(
 def _inputs(trainer: Any, part: Part) -> Any:
     with trainer.fewer_samples() if part.evaluates else contextlib.nullcontext():
         return trainer.inputs(part.number)
-
-
-def _draws(model: torch.nn.Module) -> Iterator[bool]:
-    """Whether modules draw random numbers."""
-    return (bool(getattr(module, "p", 0)) and module.training for module in model.modules())
 
 
 def _mapped(function: Callable[..., Any], output: Any, *others: Any) -> Any:

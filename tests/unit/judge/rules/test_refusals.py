@@ -26,7 +26,6 @@ from ddpopt.judge.rules.failing import failure_of
 from ddpopt.judge.rules.refusals import HERE, REFUSALS, Refusal, refusal_of
 from ddpopt.judge.training.options import option
 from ddpopt.judge.training.updating import Recipe, Updates
-from ddpopt.judge.training.whole_step import whole_step
 from ddpopt.ranks.group import Ranks
 from ddpopt.step.replicas import Replica, slots_of
 
@@ -57,21 +56,6 @@ def of_two_dtypes() -> None:
     require_one_dtype("zero", nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2).half()]))
 
 
-def drawing() -> None:
-    model = nn.Dropout(0.5)
-    trainer = SimpleNamespace(
-        other=None, place=None, updates=SimpleNamespace(optimizer=None), step=0, ddp=None,
-        inputs=lambda part: ((), {}), sight=SimpleNamespace(calls=lambda *_: None),
-        parallel=SimpleNamespace(model=model),
-    )  # fmt: skip
-    step = whole_step(trainer, lambda seen: [seen.loss(part) for part in (0, 1)], lambda _: nothing)  # type: ignore[arg-type]  # returns what is ignored
-    step()
-
-
-def nothing(*_: object) -> tuple[Any, ...]:
-    return [], [], [], None
-
-
 def sparse() -> None:
     ddp = DistributedDataParallel(nn.Embedding(3, 2, sparse=True))
     slots_of([Replica("model", ddp)])
@@ -94,7 +78,6 @@ PROVOKED: dict[str, Callable[[Ranks], object]] = {
     "one dtype": lambda _: of_two_dtypes(),
     "not installed": lambda _: required("a_package_that_nobody_has"),
     "resumes": resumed,
-    "seeded between": lambda _: drawing(),
     "2.13": lambda _: on_an_old_release(),
     "sparse": lambda _: sparse(),
 }
