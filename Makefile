@@ -29,6 +29,11 @@ DEV_STAMP := $(VENV)/.installed-$(TORCH_VERSION)-dev
 # One run gives one summary. conftest.py gives all tests that start ranks to one worker; the others run the rest.
 # Eight workers are the limit, as each has torch in memory. A crashed worker ends the run: xdist would wait for it.
 ALL_CORES := -n auto --maxprocesses 8 --max-worker-restart 0
+# Injected faults, tables of damaged engines, backends and steps, programs that hang or differ, and clean runs.
+SELF_TEST := tests/multigpu tests/integration/judge/test_simulation.py tests/integration/test_hang.py \
+  -k "a_fault or putting_in or each_cell or damaged or the_cause or job_hangs or clean_runs or of_inductor"
+# Stacks of a test that takes long are written while it runs, which has ended a process.
+LONG := --nightly -o faulthandler_timeout=0
 BENCHMARKS := planning compile step alignment simulate
 # The benchmarks that read the clock; their timings are also kept for `python -m pyperf compare_to`.
 TIMED := planning compile step
@@ -92,14 +97,14 @@ multigpu: $(TEST_STAMP) ## tests/multigpu only; starts its own ranks
 	$(BIN)/python -m pytest $(ALL_CORES) tests/multigpu $(PYTEST_ARGS)
 
 nightly: $(TEST_STAMP) ## all tests, including the long ones
-	$(BIN)/python -m pytest $(ALL_CORES) --nightly tests/unit tests/integration tests/property ddpopt tests/multigpu $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(ALL_CORES) $(LONG) tests/unit tests/integration tests/property ddpopt tests/multigpu $(PYTEST_ARGS)
 
 integrations: $(TEST_STAMP) ## the examples of docs/frameworks.md on two ranks (installs accelerate and lightning)
 	$(PIP) install -e ".[test,integrations]"
 	$(BIN)/python -m pytest --nightly tests/integration/frameworks $(PYTEST_ARGS)
 
-self-test: $(TEST_STAMP) ## inject faults that the verification has to find, and do clean runs (an hour)
-	$(BIN)/python -m pytest --nightly tests/multigpu -k "test_a_fault or clean_runs or putting_in" $(PYTEST_ARGS)
+self-test: $(TEST_STAMP) ## inject faults that the verification has to find, and do clean runs (hours)
+	$(BIN)/python -m pytest $(LONG) $(SELF_TEST) $(PYTEST_ARGS)
 
 gate: $(TEST_STAMP) ## compare plans, graphs, collectives, overlap and verdicts with ci/baseline.json
 	$(BIN)/ddpopt gate --baseline ci/baseline.json $(GATE_ARGS)

@@ -17,7 +17,8 @@ reports=${NIGHTLY_REPORTS:-nightly-reports}
 mkdir -p "$reports"
 pytest=("$VENV/bin/python" -m pytest -n auto --maxprocesses 8)
 
-step "long tests" "${pytest[@]}" --nightly tests/unit tests/integration ddpopt tests/multigpu
+# stacks of a test that takes long are written while it runs, which has ended a process
+step "long tests" "${pytest[@]}" --nightly -o faulthandler_timeout=0 tests/unit tests/integration ddpopt tests/multigpu
 step "drawn examples" env HYPOTHESIS_PROFILE=nightly timeout "${PROPERTY_LIMIT:-4h}" \
   "${pytest[@]}" --nightly --timeout 14400 tests/property
 step frameworks make --no-print-directory VENV="$VENV-integrations" integrations

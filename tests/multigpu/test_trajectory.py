@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ddpopt.cases import corpus
 from ddpopt.cases.case import Case
 from ddpopt.cases.matrix import CASES
 from ddpopt.judge.engines.engine import Engine
@@ -24,6 +25,12 @@ from tests.selftest.engines import Averaging
 
 FREE = 10
 NIGHT = pytest.mark.nightly
+CLEAN = (
+    "llama", "rnn_cell", "keyword", "weight_norm", "shared_module", "unused_static", "checkpoint", "tied",
+    "views_in_place", "tp_attention", "donated_buffers", "uneven_ranks", "resnet", "cap_below_1", "buffers",
+    "dropout", "scalars", "autocast", "frozen", "in_place",
+)  # fmt: skip
+"""Cases that Inductor computes with other roundings than eager, or in another order."""
 CELLS = {
     True: [*cells(LATE_ROWS)],
     False: [cell for cell in cells(LATE_ROWS) if cell.how != "last bit"],  # that is rounding
@@ -100,6 +107,15 @@ def test_a_mode_is_equal_to_eager_at_every_step_with_scheduled_and_averaged_weig
     assert (trial.status, trial.findings, trial.reason) == (Status.OK, (), "")
     assert trial.notes[0] == f"equal to eager DDP, bit for bit, in all of {FREE} steps"
     assert "optimizer state average of layers.0.weight" in {seen.parameter for seen in trial.measured}
+
+
+@NIGHT
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", CLEAN)
+def test_rounding_of_inductor_is_not_called_wrong(ranks: Ranks, name: str) -> None:
+    with eager(ranks, corpus.case(name), steps=20) as runs:
+        trial = trial_of(runs, mode("ddpopt-inline"), "inductor")
+    assert (trial.status, trial.findings, trial.reason) == (Status.OK, (), "")
 
 
 class Chaotic(nn.Module):

@@ -292,6 +292,8 @@ class SharedModel:
         trainer.step = step
         restore(self._parts, self._kept.get(rank, self._fresh))
         trainer.parallel.load(state)
+        trainer.extras = {}
+        trainer.sight.before_step(keep=False)  # it holds what the rank before this one was given
         trainer.seed()
         self._world.become(rank)
         self._sends.sent.clear()

@@ -13,7 +13,9 @@ import torch.distributed as dist
 from ddpopt.cases import corpus
 from ddpopt.judge.engines.modes import mode
 from ddpopt.judge.rules.bench import Subject
+from ddpopt.judge.simulation.evaluating import Evaluations
 from ddpopt.judge.simulation.simulate import not_simulated, simulate
+from ddpopt.judge.training.moments import bytes_of_tensors
 from ddpopt.judge.training.options import OPTIONS, option
 from ddpopt.judge.verdict import Status, Trial
 from ddpopt.ranks.environment import RANK_VARIABLES
@@ -168,6 +170,23 @@ def test_sharded_modes_and_the_options_that_the_page_lists_are_refused() -> None
     assert {each.name for each in OPTIONS if not_simulated(eager, each)} == {*re.findall(r"`(\w+)`", row)}
     trial = simulate(Subject(corpus.case("gpt"), option("join"), 3, CPU), eager, None, 2)
     assert (trial.status, trial.simulated) == (Status.REFUSED, 2)
+
+
+def test_memory_does_not_grow_with_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[int] = []
+    findings = Evaluations.findings
+
+    def measured(self: Evaluations, name: str) -> Any:
+        found = findings(self, name)
+        held.append(bytes_of_tensors())
+        return found
+
+    monkeypatch.setattr(Evaluations, "findings", measured)
+    for ranks in (4, 24):
+        trial = simulate(Subject(corpus.case("gpt"), option("default"), 2, CPU), mode("eager"), None, ranks)
+        assert trial.status is Status.OK
+    few, many = held
+    assert many < 1.05 * few
 
 
 def test_a_damaged_backend_is_found() -> None:
