@@ -4,8 +4,8 @@
 #
 #   ci/releases.sh [VERSION …]        default: 2.15.0 2.13.0 2.11.0; "nightly" is torch's nightly build
 #
-# Environment: PARTS, of "tests self-test matrix" (default all; the self-test takes some hours, the
-# matrix half of one). What an earlier call ran is kept, and the row has the commit of each part; what none ran is "not run".
+# Environment: PARTS, of "tests self-test matrix" (default all; the self-test takes some hours, the matrix half of
+# one). What an earlier call ran is kept, and the row has the commit of each part; what none ran is "not run".
 # RELEASES_HOME, the folder of environments and results (default ~/.cache/ddpopt-releases). PYTHON as for make;
 # PYTEST_ARGS, added to pytest's; MATRIX_ARGS, added to those of ddpopt matrix.
 # Exit code 0: no test failed, and the matrix ran. 1: one did, or a release cannot be installed. 2: no such part.

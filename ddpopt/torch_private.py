@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from ddpopt.errors import UnsupportedError
 
 RELEASES = "torch 2.11 to 2.15"
+JOIN = "ranks with different numbers of steps cannot train together"
 PLANS = "buckets cannot be planned as DDP fills them"
 FOLLOWS = "DDP cannot follow a plan"
 EARLY = "inline cannot hand a gradient over during backward"
@@ -58,6 +59,12 @@ NAMES: Mapping[str, str] = {
 """The undocumented parts of torch that ddpopt uses, by dotted name."""
 STEP: Mapping[str, str] = {
     "torch._dynamo.comptime.comptime": "the DDP modules of a step are not known",
+    "torch.distributed.Reducer._push_all_rebuilt_params": JOIN,
+    "torch.distributed.Reducer._rebuild_buckets": JOIN,
+    "torch.distributed.algorithms.join.Join.notify_join_context": JOIN,
+    "torch.nn.parallel.DistributedDataParallel._check_global_requires_backward_grad_sync": JOIN,
+    "torch.nn.parallel.DistributedDataParallel._check_sync_bufs_pre_fwd": JOIN,
+    "torch.nn.parallel.DistributedDataParallel._sync_buffers": JOIN,
     "torch._dynamo.graph_break": "Adam's step breaks the graph",
     "torch._dynamo.output_graph.OutputGraph._validate_outputs_safe_for_autograd_nodes": (
         "Dynamo refuses a step that returns its loss"

@@ -22,6 +22,7 @@ from torch._dynamo.variables import ConstantVariable, TensorVariable
 from ddpopt.errors import UnsupportedError
 from ddpopt.step.replicas import INSTEAD
 from ddpopt.step.settings import WHAT
+from ddpopt.step.unused import FILLED, Filled
 
 torch.library.define("ddpopt::mark", "(Tensor parameter, Tensor gradient) -> Tensor")
 torch.library.impl("ddpopt::mark", "default", lambda _, gradient: gradient.clone())
@@ -33,40 +34,68 @@ HOOKS = {
 }
 """What Dynamo looks for when it reads the hooks of a tensor, and has for no tensor of its own."""
 Hook = Callable[[Tensor], Tensor | None]
+Accumulate = Callable[[Tensor, Tensor | None, Tensor | None], Tensor | None]
 _accumulate: Any = polyfills.accumulate_grad
 _collected: Any = TensorVariable._collect_backward_inputs
 _gradient: Any = TensorVariable.method_attr_grad
 
 
-def patches() -> dict[str, Any]:
-    """What replaces which part of torch while a step is traced; the reasons are in `ddpopt.torch_private`."""
+def patches(filled: Filled, accumulate: Accumulate) -> dict[str, Any]:
+    """What replaces which part of torch while a step is traced; the reasons are in `ddpopt.torch_private`.
+
+    Args:
+        filled: the parameters that only other ranks use.
+        accumulate: what `traced` made of them.
+    """
     return {
         "torch._dynamo.polyfills.accumulate_grad": accumulate,
-        "torch._dynamo.variables.TensorVariable._collect_backward_inputs": _leaves,
+        "torch._dynamo.variables.TensorVariable._collect_backward_inputs": functools.partialmethod(
+            _leaves, filled
+        ),
         "torch._dynamo.variables.TensorVariable.method_attr_grad": _own_none,
         **{name: functools.partialmethod(_hooks, kind) for name, kind in HOOKS.items()},
     }
 
 
-def accumulate(parameter: Tensor, gradient: Tensor | None, new: Tensor | None) -> Tensor | None:
-    """Accumulate a gradient, between the user's hooks; Dynamo traces this for each leaf.
+def traced(filled: Filled) -> Accumulate:
+    """The accumulation of a gradient as Dynamo traces it.
 
     Args:
-        parameter: the leaf.
-        gradient: the one that it has.
-        new: the one that it gets; None leaves it as it is, and runs no hook.
+        filled: the parameters that only other ranks use.
     """
-    if new is None:
-        return cast("Tensor | None", _accumulate(parameter, gradient, new))
-    leaf: Any = parameter  # torch does not type its hooks
-    new = MARK(parameter, new)
-    if leaf._backward_hooks:
-        new = _changed(new, leaf._backward_hooks)
-    local = _accumulate(parameter, gradient, new)
-    if leaf._post_accumulate_grad_hooks:
-        local = _told(leaf, local, leaf._post_accumulate_grad_hooks)
-    accumulated: Tensor = MARK(parameter, local)
-    return accumulated if gradient is None else gradient.copy_(accumulated)
+
+    def ask(ctx: Any) -> None:
+        parameter = ctx.get_local("parameter")._i_will_not_complain_if_bc_breaks_VariableTracker()
+        if parameter.proxy.node in filled:
+            tx = ctx._i_will_not_complain_if_bc_breaks_InstructionTranslator()
+            tx.symbolic_locals["is_filled"] = ConstantVariable.create(True)
+
+    def accumulate(parameter: Tensor, gradient: Tensor | None, new: Tensor | None) -> Tensor | None:
+        """Accumulate a gradient, between the user's hooks; Dynamo traces this for each leaf.
+
+        Args:
+            parameter: the leaf.
+            gradient: the one that it has.
+            new: the one that it gets; None leaves it as it is, and runs no hook.
+        """
+        leaf: Any = parameter  # torch does not type its hooks
+        if new is None:
+            is_filled = False
+            comptime(ask)  # may make it True
+            if not is_filled:
+                return cast("Tensor | None", _accumulate(parameter, gradient, new))
+            local = _accumulate(parameter, gradient, MARK(parameter, FILLED(parameter)))
+        else:
+            new = MARK(parameter, new)
+            if leaf._backward_hooks:
+                new = _changed(new, leaf._backward_hooks)
+            local = _accumulate(parameter, gradient, new)
+            if leaf._post_accumulate_grad_hooks:
+                local = _told(leaf, local, leaf._post_accumulate_grad_hooks)
+        accumulated: Tensor = MARK(parameter, local)
+        return accumulated if gradient is None else gradient.copy_(accumulated)
+
+    return accumulate
 
 
 def _refuse_none(_: Any) -> None:
@@ -99,10 +128,11 @@ def _hooks(variable: Any, kind: str, tx: Any) -> Any:
     return variable.dynamic_getattr(tx, kind) if variable.source else ConstantVariable(None)
 
 
-def _leaves(loss: Any, *args: Any, **kwargs: Any) -> Any:
+def _leaves(loss: Any, filled: Filled, *args: Any, **kwargs: Any) -> Any:
     """What a backward accumulates into; if hooks see it, in eager's order."""
     found = _collected(loss, *args, **kwargs)
     nodes = [each.proxy.node for each in found]
+    filled.begin(loss.proxy.node, nodes)
     read = [node.meta["grapharg"].example for node in nodes if "grapharg" in node.meta]
     if not any(leaf._backward_hooks or leaf._post_accumulate_grad_hooks for leaf in read):
         return found

@@ -17,12 +17,13 @@ from torch import fx
 
 from ddpopt.ddp.agreement import group_name
 from ddpopt.ddp.impose import imposed_plan
-from ddpopt.ddp.specs import limits_of
+from ddpopt.ddp.specs import limits_of, specs_from_ddp
 from ddpopt.errors import UsageError
-from ddpopt.planning.bucket_rule import ParamSpec, ready_buckets
+from ddpopt.planning.bucket_rule import ParamSpec, initial_buckets, ready_buckets
 from ddpopt.planning.plan import Bucket, Plan, Segment
 from ddpopt.step.graphs import CapturedStep
-from ddpopt.step.replicas import AVERAGE, Replica
+from ddpopt.step.joining import is_joining, reducers_buckets
+from ddpopt.step.replicas import AVERAGE, Replica, looks_for_unused
 from ddpopt.step.settings import WHAT, Fusion
 from ddpopt.step.transport import Transport, transport_of
 
@@ -30,13 +31,19 @@ aten: Any = torch.ops.aten
 c10d: Any = torch.ops._c10d_functional
 prims: Any = torch.ops.prims
 
+FIRST = "as in DDP's first iteration, which keeps these buckets where it looks for unused parameters"
+JOINED = "as in DDP's reducer, whose buckets ranks that have joined send too"
+"""Why a bucket ends where it does, if not by the ready order."""
+
 
 def digests(captured: CapturedStep) -> dict[str, int]:
-    """For each process group, a number that is equal for graphs with equal collectives on it; never 0."""
+    """For each process group, a number that is equal for graphs that average the same on it; never 0."""
     sent: dict[str, list[Any]] = {}
     for replica, plan in zip(captured.replicas, captured.plans, strict=True):
         buckets = [(bucket.params, bucket.nbytes) for bucket in plan.buckets]
-        sent.setdefault(replica.ddp.process_group.group_name, []).append((buckets, transport_of(replica.ddp)))
+        averaged = {each.spec.name for each in captured.slots if each.replica is replica}
+        how = sorted(averaged), transport_of(replica.ddp)
+        sent.setdefault(replica.ddp.process_group.group_name, []).append((buckets, how))
     for node in captured.gm.graph.nodes:
         if str(node.target).startswith("_c10d_functional") and node.args[-1] in sent:
             shape = tuple(getattr(node.meta.get("val"), "shape", ()))
@@ -64,11 +71,18 @@ def plan_step(captured: CapturedStep) -> tuple[Plan, ...]:
 
 
 def _plan(replica: Replica, ready: Sequence[ParamSpec], nodes: tuple[str, ...]) -> Plan:
+    keeps_first = bool(ready) and looks_for_unused(replica.ddp)  # as in DDP, as ranks have other ready orders
+    if keeps_first:
+        ready = specs_from_ddp(replica.ddp)
     by_name = {spec.name: spec for spec in ready}
     imposed = imposed_plan(replica.ddp)
+    limits = limits_of(replica.ddp)
     members: list[tuple[list[ParamSpec], str]] = []
-    if imposed is None:
-        for places, reason in ready_buckets(ready, limits_of(replica.ddp)):
+    if is_joining(replica.ddp):
+        members = [(specs, JOINED) for specs in reducers_buckets(replica.ddp)]
+    elif imposed is None:
+        first = [(places, FIRST) for places in initial_buckets(ready, limits)] if keeps_first else []
+        for places, reason in first or ready_buckets(ready, limits):
             members.append(([ready[place] for place in places], reason))
     else:
         for bucket in imposed.buckets:
@@ -95,21 +109,46 @@ def insert_collectives(captured: CapturedStep, plans: Sequence[Plan], fusion: Fu
     for node in graph.find_nodes(op="call_function", target=AVERAGE):
         averaged = captured.slots[node.args[1]]
         marked[captured.replicas.index(averaged.replica), averaged.spec.name] = node
-    order = {node: place for place, node in enumerate(graph.nodes)}
+    _fill(graph, captured.replicas, plans, marked)
     for number, plan in enumerate(plans):
         prefix = "" if len(plans) == 1 else f"module_{number}_"
         ddp: Any = captured.replicas[number].ddp
         transport = transport_of(ddp)
         assert transport is not None  # the module was checked
+        started: list[fx.Node] = []  # all ranks send buckets in the same order
         for bucket in plan.buckets:
-            nodes = sorted((marked[number, name] for name in bucket.params), key=order.__getitem__)
+            nodes = [marked[number, name] for name in bucket.params]
             readers = [user for node in nodes for user in node.users if user not in nodes]
-            reader = min(readers, key=order.__getitem__, default=graph.output_node())
-            if order[reader] < order[nodes[-1]]:
+            reader = min(readers, default=graph.output_node())
+            if any(reader < each for each in (*nodes, *started)):
                 raise UsageError(f"{WHAT}: {bucket.params[0]!r} is used before all backwards; run them first")
             label = f"{prefix}bucket_{bucket.index}"
-            _send(graph, label, nodes, reader, fusion, ddp.process_group, transport)
+            way = "concat" if is_joining(ddp) else fusion  # ranks that have joined send one buffer
+            group = ddp.process_group
+            started.append(_send(graph, label, nodes, reader, started, way, group, transport))
     captured.gm.recompile()
+
+
+def _fill(
+    graph: fx.Graph,
+    replicas: Sequence[Replica],
+    plans: Sequence[Plan],
+    marked: dict[tuple[int, str], fx.Node],
+) -> None:
+    """Add zeros for the parameters that no rank uses, which DDP sends too; nothing reads their average."""
+    for number, (replica, plan) in enumerate(zip(replicas, plans, strict=True)):
+        missing = [name for bucket in plan.buckets for name in bucket.params if (number, name) not in marked]
+        parameters = dict(replica.ddp.module.named_parameters())
+        first = min((node for (own, _), node in marked.items() if own == number), default=None)
+        for name in missing:
+            assert first is not None  # or there would be no plan
+            size, dtype, device = parameters[name].shape, parameters[name].dtype, parameters[name].device
+            with graph.inserting_before(first):
+                options = {"dtype": dtype, "device": device}
+                zeros = graph.call_function(aten.zeros.default, ([*size],), options)
+                node = graph.call_function(AVERAGE, (zeros, None))
+            zeros.meta["val"] = node.meta["val"] = torch.empty_like(parameters[name], device="meta")
+            marked[number, name] = node
 
 
 def _send(
@@ -117,10 +156,11 @@ def _send(
     label: str,
     nodes: Sequence[fx.Node],
     reader: fx.Node,
+    started: Sequence[fx.Node],
     fusion: Fusion,
     group: Any,
     transport: Transport,
-) -> None:
+) -> fx.Node:
     """Put a collective where its last gradient is ready, and the wait where the first one is read.
 
     Args:
@@ -128,9 +168,13 @@ def _send(
         label: the name of the bucket, with which the names of its nodes begin.
         nodes: the marks of its gradients.
         reader: the first node that reads one of them.
+        started: the collectives of the buckets before, which have to come first.
         fusion: how they are sent together.
         group: the process group.
         transport: how they are scaled, and in which dtype they are sent.
+
+    Returns:
+        The collective.
     """
 
     def add(what: str, target: Callable[..., Any], *args: Any) -> fx.Node:
@@ -153,10 +197,11 @@ def _send(
             part = add("part", aten.reshape.default, permuted, [-1])
             part = converted("compressed", part, transport.dtype or value.dtype)
             scaled.append(add("scaled", scale[0], part, scale[1]))
-    with graph.inserting_before(scaled[-1].next):
+    with graph.inserting_before(max([*scaled, *started]).next):
         if in_one_buffer:
             flat = scaled[0] if len(scaled) == 1 else add("flat", aten.cat.default, scaled)
-            sent = [add("all_reduce", c10d.all_reduce.default, flat, "sum", name)]
+            start = add("all_reduce", c10d.all_reduce.default, flat, "sum", name)
+            sent = [start]
         else:
             start = add("all_reduce", c10d.all_reduce_coalesced.default, scaled, "sum", name)
             sent = [add("sent", operator.getitem, start, place) for place in range(len(nodes))]
@@ -172,6 +217,7 @@ def _send(
             strides_back = [order.index(at) for at in range(len(order))]
             node.replace_all_uses_with(add("gradient", aten.permute.default, permuted, strides_back))
             graph.erase_node(node)
+    return start
 
 
 def _order_in_memory(value: torch.Tensor) -> list[int]:

@@ -9,10 +9,12 @@ import linecache
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._dynamo.exc import (
     BackendCompilerFailed,
     FailOnRecompileLimitHit,
@@ -28,7 +30,9 @@ from ddpopt.ddp.deferral import LONGEST_WAIT
 from ddpopt.errors import CaptureError, DdpoptError, PlanMismatchError, UnsupportedError
 from ddpopt.planning.plan import Plan
 from ddpopt.step import tracing
+from ddpopt.step.joining import is_joining
 from ddpopt.step.settings import WHAT
+from ddpopt.step.unused import Names, UsedElsewhereError, candidates, decoded, encoded, is_captured_for
 
 FOLDERS = [os.path.dirname(module.__file__ or "") + os.sep for module in (torch, contextlib, ddpopt.errors)]
 FROM_DYNAMO = (TorchDynamoException, FailOnRecompileLimitHit)
@@ -104,34 +108,82 @@ def _where(error: BaseException) -> str:
     return f"{last.filename}:{last.lineno}, in {last.name}: `{code}`: "
 
 
-def compare_steps(
-    ddps: Sequence[Any], keys: Mapping[str, int], plans: Sequence[Plan], problem: Exception | None = None
-) -> None:
-    """Compare this rank's step with those of the other ranks, before any of its collectives.
+@dataclass(frozen=True)
+class OwnStep:
+    """What a rank is about to run.
 
-    One small all-reduce for each process group; only if ranks differ do they exchange their plans.
-
-    Args:
+    Attributes:
         ddps: the DDP modules.
         keys: a digest of the step's collectives on each process group; none if there is a problem.
-        plans: the plan of each module; of no meaning if there is a problem.
+        plans: the plan of each module; none if there is a problem.
+        used: the names of the parameters that this rank uses in each module.
+        averaged: the names of those that it averages.
         problem: why this rank has no plans.
+    """
+
+    ddps: Sequence[Any]
+    keys: Mapping[str, int] = field(default_factory=dict)
+    plans: Sequence[Plan] = ()
+    used: Sequence[Names] = ()
+    averaged: Sequence[Names] = ()
+    problem: Exception | None = None
+
+
+def compare_steps(own: OwnStep, asked: set[str]) -> None:
+    """Compare this rank's step with those of the other ranks, before any of its collectives.
+
+    One small all-reduce for each process group, and another one if modules look for unused parameters; only
+    if ranks differ do they exchange their plans.
+
+    Args:
+        own: this rank's step.
+        asked: the process groups whose ranks have captured this step for what all of them use; a group is
+            added when it is found that they have not.
 
     Raises:
+        UsedElsewhereError: the ranks use other parameters than the step was captured for.
         PlanMismatchError: another rank has another step, or failed.
-        DdpoptError: `problem` itself.
+        DdpoptError: `own.problem` itself.
         InfrastructureError: another rank did not answer in time.
     """
-    groups = {ddp.process_group.group_name: (ddp, plan) for ddp, plan in itertools.zip_longest(ddps, plans)}
-    for group, (ddp, plan) in groups.items():
-        key = keys.get(group, 0)
-        seen = torch.tensor([key, -key], device=ddp.device)
-        with _disable_current_modes():  # what watches the user's program need not see it
-            dist.all_reduce(seen, dist.ReduceOp.MAX, ddp.process_group)
-        if seen.tolist() != [key, -key]:
-            _raise_difference(ddp.process_group, plan, problem)
-    if problem is not None:
-        raise problem
+    groups: dict[str, list[int]] = {}
+    for place, ddp in enumerate(own.ddps):
+        if is_joining(ddp):  # a rank that has joined compares nothing
+            continue
+        groups.setdefault(ddp.process_group.group_name, []).append(place)
+    for group, places in groups.items():
+        ddps = [own.ddps[place] for place in places]
+        plans = [own.plans[place] for place in places] if own.plans else []
+        key = own.keys.get(group, 0)
+        looked_for = sum(len(candidates(ddp)) for ddp in ddps)
+        most, least, most_looked_for, least_looked_for = _extremes(ddps[0], key, looked_for)
+        all_look = most_looked_for == least_looked_for > 0
+        if all_look and least and group not in asked:  # no rank has failed
+            bits = encoded(ddps, [own.used[place] for place in places]).to(ddps[0].device)
+            _reduce(ddps[0], bits)
+            used = decoded(ddps, bits)
+            averaged = [own.averaged[place] for place in places]
+            if most != least or not is_captured_for(used, ddps, averaged):
+                asked.add(group)
+                raise UsedElsewhereError(used)
+        if most != least:
+            _raise_difference(ddps[0].process_group, plans[-1] if plans else None, own.problem)
+    if own.problem is not None:
+        raise own.problem
+
+
+def _extremes(ddp: Any, *numbers: int) -> list[int]:
+    """The highest and the lowest of each number, over the ranks of a module's group."""
+    found = torch.tensor([signed for number in numbers for signed in (number, -number)], device=ddp.device)
+    _reduce(ddp, found)
+    signs = itertools.cycle((1, -1))
+    return [sign * number for sign, number in zip(signs, found.tolist(), strict=False)]
+
+
+def _reduce(ddp: Any, numbers: Tensor) -> None:
+    """Take the maximum over the ranks of a module's group."""
+    with _disable_current_modes():  # what watches the user's program need not see it
+        dist.all_reduce(numbers, dist.ReduceOp.MAX, ddp.process_group)
 
 
 def _raise_difference(group: Any, plan: Plan | None, problem: Exception | None) -> None:

@@ -21,10 +21,12 @@ from ddpopt.graph.effects import written_storages
 from ddpopt.graph.nodes import CHECKPOINT, by_storage, read_storages
 from ddpopt.planning.plan import Plan
 from ddpopt.step.accumulation import MARK
-from ddpopt.step.reductions import Reductions, reached_from
-from ddpopt.step.replicas import AVERAGE, Averaged, Replica, slots_of
+from ddpopt.step.joining import require_joinable
+from ddpopt.step.reductions import Reductions
+from ddpopt.step.replicas import AVERAGE, SYNCHRONIZED, Averaged, Replica, slots_of
 from ddpopt.step.settings import WHAT
-from ddpopt.step.tracing import SYNCHRONIZED, Seen
+from ddpopt.step.tracing import Seen
+from ddpopt.step.unused import FILLED, reached_from
 
 torch.library.define("ddpopt::numbered", "(Tensor gradient, int accumulation) -> Tensor")
 torch.library.impl("ddpopt::numbered", "default", lambda gradient, _: gradient.clone())
@@ -72,6 +74,9 @@ def record_step(gm: fx.GraphModule, inputs: Sequence[Any], seen: Seen) -> Captur
     slots = _mark(recorded.graph, averaged)
     _require_own_optimizers(seen, {*known, *map(id, inputs)})
     reductions.finish()
+    for each in replicas:
+        is_reduced = each in reductions.begun - reductions.pending
+        require_joinable(each, seen.forwards[id(each.ddp)], is_reduced=is_reduced)
     recorded.recompile()
     named = zip(recorded.graph.find_nodes(op="placeholder"), inputs, strict=True)
     tensors = {node.name: value for node, value in named if isinstance(value, Tensor)}
@@ -117,7 +122,7 @@ class _RecordingInterpreter(fx.Interpreter):
         if target is CHECKPOINT:
             return _RecordingInterpreter(args[0], self._accumulations).run(*args[1:])
         if target is SYNCHRONIZED:
-            module, outputs = args
+            module, outputs, _ = args
             reached = {self._accumulations.real.get(each, 0) for each in reached_from(outputs)}
             return reductions.forward(module, outputs, reached)
         if target is MARK:
@@ -165,12 +170,13 @@ def _fake(context: Any, traced: Any, value: Any) -> Any:
 
 def _mark(graph: fx.Graph, averaged_by: Sequence[Sequence[Averaged]]) -> tuple[Averaged, ...]:
     """Replace the marks of accumulations by those of averaged gradients, where these are ready."""
-    order = {node: place for place, node in enumerate(graph.nodes)}
     slots: list[Averaged] = []
     numbered: dict[int, list[fx.Node]] = {}
     for node in graph.find_nodes(op="call_function", target=NUMBERED):
         numbered.setdefault(node.args[1], []).append(node)
     pairs = [(begin, end) for begin, end in numbered.values()]
+    _fill_first(graph, [begin.args[0] for (begin, _), by in zip(pairs, averaged_by, strict=True) if by])
+    order = {node: place for place, node in enumerate(graph.nodes)}
     holding = by_storage(graph.nodes)
     # these may share a storage, but no memory
     accumulating = {each for begin, end in pairs for each in (begin, *_until(begin, end), *end.users)}
@@ -196,6 +202,21 @@ def _mark(graph: fx.Graph, averaged_by: Sequence[Sequence[Averaged]]) -> tuple[A
         graph.erase_node(end)
         graph.erase_node(begin)
     return tuple(slots)
+
+
+def _fill_first(graph: fx.Graph, averaged: Sequence[Any]) -> None:
+    """Make zeros of gradients that only other ranks have, before the first gradient of this one is ready.
+
+    Args:
+        graph: the graph.
+        averaged: the gradients that are averaged.
+    """
+    filled = list(graph.find_nodes(op="call_function", target=FILLED.default))
+    first = min((each for each in averaged if each not in filled), default=None)
+    for node in filled:
+        assert first is not None  # a parameter is filled only in a backward that reaches others
+        first.prepend(node)
+        node.target = torch.ops.aten.zeros_like.default
 
 
 def _move_up(

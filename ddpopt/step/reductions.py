@@ -3,7 +3,8 @@
 A synchronized forward arms a module's reducer. From then on each of its parameters is reduced with the first
 gradient that it gets; when none is left the reducer is no longer armed, and gradients stay those of the rank.
 With ``find_unused_parameters`` and ``static_graph`` it waits for one backward only, and with the first for no
-parameter on which no output depends. DDP's reducer decides in this way, too (``Reducer::autograd_hook``).
+parameter on which no output depends, on any rank. DDP's reducer decides in this way, too
+(``Reducer::autograd_hook``).
 
 Invariant: forwards and backwards of other modules change nothing for a module.
 """
@@ -60,6 +61,7 @@ class Met:
         pending: such a forward has no backward.
         reduced: the parameters that are reduced.
         used: with ``find_unused_parameters``, those that get another gradient after that.
+        here: with it, those on which the outputs of synchronized forwards depend on this rank.
     """
 
     ddp: ref[DistributedDataParallel]
@@ -69,6 +71,7 @@ class Met:
     pending: bool
     reduced: frozenset[str]
     used: frozenset[str]
+    here: frozenset[str]
 
     def require_nothing_left(self) -> None:
         """Check that earlier steps left nothing that DDP would reduce in this one.
@@ -130,6 +133,7 @@ class Reductions:
         self._used: dict[Replica, set[int]] = {}
         self._reduced: dict[Replica, set[int]] = {}
         self._reached: dict[Replica, set[int]] = {}
+        self._here: dict[Replica, set[int]] = {}
         self._known = known
         self._replicas = {id(replica.ddp): replica for replica in replicas}
         self._names: dict[Replica, dict[int, str]] = {each: {} for each in self._replicas.values()}
@@ -154,6 +158,9 @@ class Reductions:
             self._outputs += [(replica, each, each._version) for each in outputs]
         elif replica.ddp.find_unused_parameters:
             waiting &= {*reached}
+            self._here.setdefault(replica, set()).update(waiting)
+            somewhere = replica.used_somewhere or ()
+            waiting |= {key for key, name in self._names[replica].items() if name in somewhere}
         self._armed[replica] = _Armed(waiting)
         self.begun.add(replica)
 
@@ -230,6 +237,7 @@ class Reductions:
                 each in self.pending,
                 self._named(each, self._reduced),
                 self._named(each, self._used),
+                self._named(each, self._here),
             )
             for each in self._replicas.values()
         ]
@@ -265,18 +273,3 @@ class Reductions:
 def _is_joint(replica: Replica) -> bool:
     """Whether DDP joins the outputs, so that one backward through any of them completes a reduction."""
     return bool(replica.ddp.find_unused_parameters or replica.ddp.static_graph)
-
-
-def reached_from(outputs: Iterable[Tensor]) -> set[int]:
-    """``id`` of the leaves that tensors depend on."""
-    leaves = {id(each) for each in outputs if each.grad_fn is None}
-    nodes: list[Any] = [each.grad_fn for each in outputs if each.grad_fn is not None]
-    seen = {*nodes}
-    while nodes:
-        node = nodes.pop()
-        if hasattr(node, "variable"):
-            leaves.add(id(node.variable))
-        new = {following for following, _ in node.next_functions if following is not None} - seen
-        seen |= new
-        nodes += new
-    return leaves

@@ -22,6 +22,12 @@ from ddpopt.step.transport import transport_of
 torch.library.define("ddpopt::average", "(Tensor gradient, int slot) -> Tensor")
 AVERAGE: Any = torch.ops.ddpopt.average.default
 """Marks a gradient that is averaged, until its bucket takes the mark's place."""
+torch.library.define("ddpopt::synchronized", "(int module, Tensor[] outputs, Tensor[] parameters) -> ()")
+torch.library.impl("ddpopt::synchronized", "default", lambda *_: None)
+SYNCHRONIZED: Any = torch.ops.ddpopt.synchronized
+"""Marks the end of a forward after which DDP reduces; the module is given by its ``id``."""
+torch.fx.node.has_side_effect(SYNCHRONIZED.default)
+torch.fx.node.has_side_effect(SYNCHRONIZED)
 INSTEAD = "use ddpopt.compile(model), or fallback='inline'"
 
 
@@ -32,10 +38,13 @@ class Replica:
     Attributes:
         name: as the user would write it.
         ddp: the module.
+        used_somewhere: the names of the parameters that any rank uses, if the module looks for them and the
+            ranks have said it; else those that this rank uses are averaged.
     """
 
     name: str
     ddp: DistributedDataParallel
+    used_somewhere: frozenset[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -51,6 +60,11 @@ class Averaged:
     replica: Replica
     spec: ParamSpec
     sent: tuple[int, str]
+
+
+def looks_for_unused(ddp: Any) -> bool:
+    """Whether DDP looks in each iteration for parameters that are not used, on any rank."""
+    return bool(ddp.find_unused_parameters and not ddp.static_graph)
 
 
 def source_name(source: Any) -> str:
@@ -87,7 +101,6 @@ def require_plain_ddp(name: str, ddp: Any) -> None:
         "a communication hook that is none of torch's default ones": transport_of(ddp) is None,
         "mixed_precision": ddp.mixed_precision is not None,
         "a buffer hook": hasattr(ddp, "buffer_hook"),
-        "join()": ddp._join_config.enable,
         "delay_all_reduce_named_params": bool(ddp._delay_all_reduce_params),
     }
     if wrong := [what for what, there in problems.items() if there]:

@@ -15,10 +15,12 @@ import functools
 import inspect
 import logging
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, cast
 from unittest.mock import patch
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -35,8 +37,9 @@ from torch.utils._pytree import tree_map_only
 
 from ddpopt.errors import UnsupportedError
 from ddpopt.step import accumulation, fused, scaling
-from ddpopt.step.replicas import INSTEAD, Replica, broadcast_buffers, source_name
+from ddpopt.step.replicas import INSTEAD, SYNCHRONIZED, Replica, broadcast_buffers, source_name
 from ddpopt.step.settings import WHAT
+from ddpopt.step.unused import Filled, Names
 
 CREATED = ("torch._dynamo.variables.dicts.SideEffectsProxyDict.side_effects", *accumulation.HOOKS)
 """An attribute of instances, which the patch makes one of the class, and what Dynamo looks for by name."""
@@ -44,12 +47,6 @@ MOST = 16
 """Graphs of one step function."""
 LEVELS = ("debug", "info", "warn", "warning", "error", "exception", "critical", "log")
 """How the names of methods that write a log begin; libraries add some, such as ``warning_once``."""
-torch.library.define("ddpopt::synchronized", "(int module, Tensor[] outputs) -> ()")
-torch.library.impl("ddpopt::synchronized", "default", lambda *_: None)
-SYNCHRONIZED: Any = torch.ops.ddpopt.synchronized
-"""Marks the end of a forward after which DDP reduces; the module is given by its ``id``."""
-torch.fx.node.has_side_effect(SYNCHRONIZED.default)
-torch.fx.node.has_side_effect(SYNCHRONIZED)
 
 
 class Seen:
@@ -57,19 +54,29 @@ class Seen:
 
     Attributes:
         replicas: the DDP modules, by ``id``.
+        forwards: how often each is called.
         optimizers: the optimizers, each with what errors call it, by ``id``.
+        used_somewhere: the parameters that any rank uses, of modules that look for them, once that is known.
+        filled: the parameters that only other ranks use.
         forward: DDP's forward, as Dynamo traces it.
+        accumulate: how Dynamo traces the accumulation of a gradient.
     """
 
     def __init__(self) -> None:
         self.replicas: dict[int, Replica] = {}
+        self.forwards: Counter[int] = Counter()
         self.optimizers: dict[int, tuple[str, Optimizer]] = {}
+        self.used_somewhere: WeakKeyDictionary[Any, Names] = WeakKeyDictionary()
+        self.filled = Filled(self.replicas)
         self.forward = _traced_forward(self)
+        self.accumulate = accumulation.traced(self.filled)
 
     def forget(self) -> None:
         """Begin another step."""
         self.replicas.clear()
+        self.forwards.clear()
         self.optimizers.clear()
+        self.filled.forget()
 
 
 @contextlib.contextmanager
@@ -104,7 +111,7 @@ def _patches(seen: Seen) -> dict[str, Any]:
         "torch.nn.parallel.DistributedDataParallel.forward": seen.forward,
         "torch.autograd.backward": _backward,
         "torch.optim.Optimizer.zero_grad": inspect.unwrap(Optimizer.zero_grad),
-        **accumulation.patches(),
+        **accumulation.patches(seen.filled, seen.accumulate),
         **fused.patches(),
         **scaling.patches(),
         "torch._dynamo.graph_break": _nothing,
@@ -134,12 +141,16 @@ def _traced_forward(seen: Seen) -> Callable[..., Any]:
     def note(ctx: Any) -> None:
         torch._dynamo.config.enable_dynamo_decompositions = False  # where the last optimizer was Adam
         variable = ctx.get_local("self")._i_will_not_complain_if_bc_breaks_VariableTracker()
-        seen.replicas.setdefault(id(variable.value), Replica(source_name(variable.source), variable.value))
+        ddp = variable.value
+        seen.forwards[id(ddp)] += 1
+        replica = Replica(source_name(variable.source), ddp, seen.used_somewhere.get(ddp))
+        seen.replicas.setdefault(id(ddp), replica)
 
     def forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
         comptime(note)
         trains = torch.is_grad_enabled() and self.require_backward_grad_sync
-        if self.will_sync_module_buffers():
+        looks = self.find_unused_parameters and not self.static_graph
+        if self.will_sync_module_buffers() and not self._join_config.enable:  # there, before the graph
             broadcast_buffers(self)
         if self.device_ids:
             device = torch.device(self.device_type, self.device_ids[0])
@@ -147,10 +158,11 @@ def _traced_forward(seen: Seen) -> Callable[..., Any]:
         output = self.module(*inputs, **kwargs)
         if trains:
             tensors: Any = _find_tensors(output)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-            SYNCHRONIZED(id(self), [*tensors])
+            # read here, so that those which only other ranks use are inputs of the graph
+            parameters = [each for each in self.parameters() if each.requires_grad] if looks else []
+            SYNCHRONIZED(id(self), [*tensors], parameters)
         self.require_forward_param_sync = trains
-        # as DDP's own sink does
-        if self.find_unused_parameters and not self.static_graph and self._ddp_sink_clone:
+        if looks and self._ddp_sink_clone:  # as DDP's own sink does
             return tree_map_only(Tensor, lambda each: each if each.is_leaf else each.clone(), output)
         return output
 

@@ -22,28 +22,35 @@ from torch.utils._pytree import tree_leaves
 from ddpopt.ddp.impose import imposed_plan
 from ddpopt.ddp.ready_hooks import users_hooks
 from ddpopt.ddp.state import state_of
-from ddpopt.errors import CaptureError, DdpoptError, PlanMismatchError, UsageError
+from ddpopt.errors import CaptureError, DdpoptError, PlanMismatchError, UnsupportedError, UsageError
 from ddpopt.planning.plan import Plan
 from ddpopt.step.collectives import digests
 from ddpopt.step.compiling import compile_step
-from ddpopt.step.failures import compare_steps, reported
+from ddpopt.step.failures import OwnStep, compare_steps, reported
 from ddpopt.step.fallback import inline
 from ddpopt.step.graphs import record_step
+from ddpopt.step.joining import RebuiltError, begin, end, is_joining
 from ddpopt.step.overrides import Swap, replacements, swapped
 from ddpopt.step.passes import PASSES
 from ddpopt.step.replicas import (
+    INSTEAD,
     require_no_modes,
     require_no_node_hooks,
     require_plain_ddp,
 )
 from ddpopt.step.scaling import forgetting_skipped
 from ddpopt.step.settings import WHAT, StepSettings
-from ddpopt.step.tracing import Seen, traceable
+from ddpopt.step.tracing import MOST, Seen, traceable
 from ddpopt.step.transport import Transport, transport_of
+from ddpopt.step.unused import Names, UsedElsewhereError
 
 logger = logging.getLogger("ddpopt")
-CompiledFor = tuple[Plan | None, str, Transport | None]
-"""A DDP module's imposed plan, the name of its process group, and how it sends gradients."""
+CompiledFor = tuple[Plan | None, str, Transport | None, bool]
+"""A DDP module's imposed plan, the name of its process group, how it sends gradients, and whether its buckets
+are rebuilt."""
+
+Used = frozenset[tuple[int, Names]]
+"""The parameters that any rank uses, of each DDP module that looks for them, given by its ``id``."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +80,9 @@ class TrainStep:
         self.graphs: list[Graph] = []
         self._function = function
         self._settings = settings
-        self._compiled = self._uncompiled()
+        self._compiled: dict[Used, Any] = {}
+        self._asked: set[str] = set()
+        self._begun: set[int] = set()
         self._compiled_for: WeakKeyDictionary[Any, CompiledFor] = WeakKeyDictionary()
         self._seen = Seen()
         self._compared = False
@@ -100,23 +109,58 @@ class TrainStep:
             return self._function(*args, **kwargs)
 
     def _run(self, args: Any, kwargs: Any) -> Any:
-        name = getattr(self._function, "__qualname__", repr(self._function))
         self._swaps = self._replacements(args, kwargs) if self._settings.overrides else []
-        self._compared = False
+        self._forget_outdated()
+        self._asked.clear()
+        self._begun.clear()
+        while True:
+            try:
+                return self._attempt(args, kwargs)
+            except UsedElsewhereError as error:  # nothing has run
+                self._seen.used_somewhere.update(error.used)
+            except RebuiltError:
+                self._forget_outdated()
+
+    def _forget_outdated(self) -> None:
+        """Forget graphs that have other buckets than they would get now, or that send in another group."""
         if any(_read_of(ddp) != before for ddp, before in self._compiled_for.items()):
-            self._compiled = self._uncompiled()  # its graphs have other buckets, or send in another group
+            self._compiled.clear()
             self._compiled_for.clear()
+
+    def _begin(self, joining: Sequence[Any]) -> None:
+        """Send what DDP sends before a forward under ``join()``, once in a step."""
+        for ddp in joining:
+            if id(ddp) not in self._begun:
+                self._begun.add(id(ddp))
+                begin(ddp)
+
+    def _attempt(self, args: Any, kwargs: Any) -> Any:
+        """Run the step with the graph for the parameters that the ranks used in the last one."""
+        name = getattr(self._function, "__qualname__", repr(self._function))
+        self._compared = False
         try:
             require_no_modes()
             with reported(name), traceable(self._seen), swapped(self._swaps), forgetting_skipped():
-                return self._compiled(*args, **kwargs)
+                return self._current()(*args, **kwargs)
         except DdpoptError as error:
             if not self._compared:  # the other ranks wait for this one
                 met = [replica.ddp for replica in self._seen.replicas.values()]
-                compare_steps(met or [*self._compiled_for] or self._near(args, kwargs), {}, (), error)
+                known = met or [*self._compiled_for] or self._near(args, kwargs)
+                compare_steps(OwnStep(known, problem=error), self._asked)
             raise
         finally:
             self._seen.forget()
+
+    def _current(self) -> Any:
+        """The compiled function; there is one for each set of parameters that ranks use."""
+        used = frozenset((id(ddp), names) for ddp, names in self._seen.used_somewhere.items())
+        if used not in self._compiled:
+            if len(self._compiled) == MOST:
+                raise UnsupportedError(
+                    f"{WHAT}: the ranks used more than {MOST} different sets of parameters; {INSTEAD}"
+                )
+            self._compiled[used] = self._uncompiled()
+        return self._compiled[used]
 
     def _uncompiled(self) -> Any:
         return torch.compile(self._function, fullgraph=True, backend=self._compile, isolate_recompiles=True)  # type: ignore[call-overload]  # torch's overloads lack one
@@ -171,13 +215,19 @@ class TrainStep:
             for each in met:
                 each.require_nothing_left()
             self._compared = True
-            compare_steps(ddps, keys, plans)
+            own = OwnStep(ddps, keys, plans, [each.here for each in met], [each.reduced for each in met])
+            compare_steps(own, self._asked)
+            joining = [ddp for ddp in ddps if is_joining(ddp)]
+            self._begin(joining)
             for ddp, plan in zip(ddps, plans, strict=True):
                 state_of(ddp).step_plan = plan
             for each in met:
                 each.remember()
             with torch.no_grad():
-                return compiled(*inputs)
+                returned = compiled(*inputs)
+            for ddp in joining:
+                end(ddp)
+            return returned
 
         return run
 
@@ -195,4 +245,4 @@ class TrainStep:
 
 def _read_of(ddp: Any) -> CompiledFor:
     """What a graph is compiled for."""
-    return imposed_plan(ddp), ddp.process_group.group_name, transport_of(ddp)
+    return imposed_plan(ddp), ddp.process_group.group_name, transport_of(ddp), ddp._has_rebuilt_buckets

@@ -7,6 +7,7 @@ from collections import Counter
 
 from ddpopt.judge.rules.evidence import Break, Broken, RunEvidence, unlike_first
 from ddpopt.judge.training.record import Record
+from ddpopt.judge.training.whole_step import WHOLE
 from ddpopt.observation.launches import words_of
 from ddpopt.observation.observe import Collective
 
@@ -81,7 +82,11 @@ def planned(evidence: RunEvidence) -> Broken:
             yield Break("ddpopt's plan is not in effect: DDP kept its own buckets")
         return
     planned = [bucket.params for bucket in got.plan.buckets]
-    for index, iteration in enumerate(got.iterations):
+    # under join() a step sends DDP's own buckets, which the reducer rebuilds after the first
+    is_step = any(graph.startswith(WHOLE) for graph in got.graphs)
+    rebuilds = is_step and not evidence.option.sends_as_usual
+    followed = [*enumerate(got.iterations)][-1 if rebuilds else 0 :]
+    for index, iteration in followed:
         seen = [bucket.params for bucket in iteration.buckets]
         if [frozenset(params) for params in seen] != [frozenset(params) for params in planned]:
             yield Break(f"backward {index}: the reducer has buckets {seen}, the plan {planned}")

@@ -36,6 +36,8 @@ LEFT = "multigpu/test_step_reductions.py::test_a_gradient_of_one_rank_that_ddp_w
 PENDING = "multigpu/test_step_reductions.py::test_a_forward_without_a_backward_is_remembered"
 MODES = "multigpu/test_step.py::test_a_mode_that_watches_operators_is_refused_and_does_no_harm"
 DIFFER = "multigpu/test_step.py::test_ranks_that_differ_in_a_later_step_all_raise_and_may_go_on"
+JOINING = "multigpu/test_step_joining.py::test_what_ranks_without_inputs_cannot_repeat_is_refused"
+SETS = "multigpu/test_step_unused.py::test_there_is_a_limit_of_sets_of_parameters"
 COUNTS = "multigpu/test_step.py::test_an_optimizer_that_counts_in_numbers_is_refused_under_a_scaler"
 OPTIONS = "`step` of its own, but no `optimizer`"
 REFUSALS: tuple[Refusal, ...] = (
@@ -93,7 +95,9 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(r"holds no parameter of", "step.md", "has an optimizer of other parameters only", CAPTURED),
     Refusal(r"does not support hooks on", "step.md", "hooks on `AccumulateGrad` nodes", CAPTURED),
     Refusal(r"train_step cannot run under ", "step.md", "under a `TorchDispatchMode`", MODES),
+    Refusal(r"does not support that .* uses join\(", "step.md", "under `join()`", JOINING),
     Refusal(r"does not support that .* uses ", "step.md", "uses a communication hook", LATER),
+    Refusal(r"different sets of parameters", "step.md", "up to 16 times", SETS),
     Refusal(r"parameters of .* were replaced", "step.md", "parameters were replaced", LATER),
     Refusal(r"has sparse gradients", "step.md", "sparse gradients", HERE),
     Refusal(r"does not support GradScaler with", "step.md", "whose state counts in plain numbers", COUNTS),
