@@ -79,6 +79,7 @@ STEP: Mapping[str, str] = {
     "torch.optim.adagrad._fused_adagrad": "a fused Adagrad breaks the graph",
     "torch.optim.adam._fused_adam": "a fused Adam breaks the graph",
     "torch.optim.sgd._fused_sgd": "a fused SGD breaks the graph",
+    "torch._dynamo.trace_rules.get_torch_obj_rule_map": "Dynamo traces none of what replaces its functions",
     "torch._dynamo.trace_rules.get_mod_inlinelist": "GradScaler breaks the graph",
     "torch.amp.grad_scaler.GradScaler._maybe_opt_step": "GradScaler breaks the graph",
     "torch.amp.grad_scaler.OptState": "GradScaler breaks the graph",

@@ -29,6 +29,7 @@ from torch._dynamo.comptime import comptime
 from torch._dynamo.pgo import auto_dynamic
 from torch._dynamo.source import AttrSource, DictGetItemSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.trace_rules import get_torch_obj_rule_map
 from torch._dynamo.variables import ConstantVariable, builder
 from torch._dynamo.variables.hashable import HashableTracker
 from torch.nn.parallel.distributed import _find_tensors
@@ -86,6 +87,7 @@ def traceable(seen: Seen) -> Iterator[None]:
     Args:
         seen: what Dynamo meets is added to it.
     """
+    get_torch_obj_rule_map()  # made when it is first asked for, it would take what replaces a function for it
     logs = {each for name, each in vars(logging.Logger).items() if name.partition("_")[0] in LEVELS}
     settings = torch._dynamo.config.patch(
         trace_autograd_ops=True,

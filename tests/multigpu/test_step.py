@@ -717,6 +717,14 @@ def test_collectives_are_the_plans_buckets_and_the_explained_ones(ranks: Ranks) 
     assert plan.fingerprint in str(explained)
 
 
+def test_a_step_may_be_the_first_that_dynamo_traces(ranks: Ranks) -> None:
+    torch._dynamo.trace_rules.get_torch_obj_rule_map.cache_clear()
+    model = DDP(nn.Linear(2, 2))
+    step = ddpopt.train_step(lambda x: torch.autograd.backward(model(x).sum()), backend="aot_eager")
+    step(torch.ones(2, 2))
+    assert model.module.weight.grad.tolist() == [[2.0, 2.0], [2.0, 2.0]]
+
+
 class Residual(nn.Sequential):
     def forward(self, x: Tensor) -> Any:
         return x + super().forward(x)  # type: ignore[no-untyped-call]  # torch leaves it untyped

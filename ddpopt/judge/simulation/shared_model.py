@@ -95,6 +95,7 @@ class SharedModel:
         self._updates_of: dict[int, Any] = {}
         self._kept: dict[int, Kept] = {}
         self._buffers: dict[int, Named] = {}
+        self._broadcasts: dict[int, bool] = {}
         self._around: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
         self._observed: dict[tuple[Launch, ...], Observation] = {}
         self.first: list[Record] = []
@@ -140,7 +141,7 @@ class SharedModel:
         own_case = trainer.case
         forms: list[str] = []
         trainer.case = _noting_forms(own_case if case is None else case, forms)
-        restore(self._parts, self._kept.get(rank, self._fresh))
+        self._restore(rank)
         trainer.parallel.load(start)
         trainer.record = self._new_record(start)
         trainer.sees_all = rank < SEEN
@@ -159,6 +160,12 @@ class SharedModel:
             self._remember(rank, taken)
         return taken
 
+    def _restore(self, rank: int) -> None:
+        """Give the modules what the rank's last step left: attributes, and whether buffers are sent next."""
+        restore(self._parts, self._kept.get(rank, self._fresh))
+        if self.trainer.ddp is not None:
+            self.trainer.ddp.require_forward_param_sync = self._broadcasts.get(rank, True)
+
     def undo(self, rank: int) -> None:
         """Forget what the rank remembered of its last step, which it takes again."""
         self._kept[rank], self._buffers[rank], self._updates_of[rank] = self._before
@@ -168,6 +175,8 @@ class SharedModel:
         updates = self._updates_of.get(rank, self._fresh_updates)
         self._before = self._kept.get(rank, self._fresh), self._buffers.get(rank, {}), updates
         self._kept[rank] = kept(self._parts)
+        if self.trainer.ddp is not None:
+            self._broadcasts[rank] = self.trainer.ddp.require_forward_param_sync
         if rank < SEEN:
             self._updates_of[rank] = copy.deepcopy(self.trainer.updates.state())
         if self._keeps_buffers:
@@ -234,6 +243,7 @@ class SharedModel:
         self._updates = other._updates
         self._updates_of = other._updates_of
         self._kept = other._kept
+        self._broadcasts = other._broadcasts
         self._buffers = other._buffers
 
     def evaluated(
@@ -290,7 +300,7 @@ class SharedModel:
         trainer = self.trainer
         trainer.place = replace(trainer.place, rank=rank)
         trainer.step = step
-        restore(self._parts, self._kept.get(rank, self._fresh))
+        self._restore(rank)
         trainer.parallel.load(state)
         trainer.extras = {}
         trainer.sight.before_step(keep=False)  # it holds what the rank before this one was given

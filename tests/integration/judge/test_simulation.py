@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ddpopt.cases import corpus
+from ddpopt.cases.matrix import CASES
 from ddpopt.judge.engines.modes import mode
 from ddpopt.judge.rules.bench import Subject
 from ddpopt.judge.simulation.evaluating import Evaluations
@@ -144,6 +145,12 @@ def test_a_program_that_is_right_on_all_ranks_is_right(kind: str, name: str) -> 
 
 def test_ranks_may_use_different_parameters_where_ddp_looks_for_them() -> None:
     assert simulated("a branch on the rank", "ddpopt-split", ODD_ONE + 1, **UNUSED).status is Status.OK
+
+
+def test_a_step_is_no_other_in_an_evaluation_of_each_rank() -> None:
+    subject = Subject(CASES[2], option("default"), 2, CPU)  # whose buffers are broadcast
+    trial = simulate(subject, mode("ddpopt-step"), "eager", 3)
+    assert (trial.status, trial.findings) == (Status.BROKEN, ())  # what is broadcast in a graph is not known
 
 
 @pytest.mark.parametrize(
