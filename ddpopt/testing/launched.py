@@ -68,6 +68,11 @@ class LaunchedRank:
         """The store of the current test, this rank's number, and the number of ranks."""
         return c10d.PrefixStore(f"group/{self._number}", self._store), own_rank(), own_size()
 
+    @property
+    def has_lost(self) -> bool:
+        """Whether a rank was lost."""
+        return self._lost
+
     def require_equal_collection(self, session: pytest.Session) -> None:
         """Compare the tests that all ranks have collected.
 

@@ -1,7 +1,8 @@
 """pytest plugin: a test marked ``@pytest.mark.world_size(n)`` runs on n ranks.
 
 - ``torchrun --nproc-per-node N -m pytest …``: this process is one of N ranks, on one node or several. A test
-  that needs more is skipped with that reason, or fails with ``--too-few-ranks=fail``.
+  that needs more is skipped with that reason, or fails with ``--too-few-ranks=fail``. The first rank prints
+  the summary.
 - ``pytest …``, also with xdist's ``-n``: this process starts n ranks, lets them run the test, and reports for
   them. The ranks are kept for the next test that needs n.
 
@@ -22,6 +23,7 @@ import pytest
 
 from ddpopt.ranks.environment import launched_ranks, own_rank
 from ddpopt.testing.needs import DIVIDED, LIMIT_S, is_marked, lacking, needs_of, rank_key, simulated_ranks
+from ddpopt.testing.quiet import QuietRank
 
 if TYPE_CHECKING:
     from ddpopt.ranks.group import Ranks
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from ddpopt.testing.pooled import Pools
 
 launched_key: "pytest.StashKey[LaunchedRank]" = pytest.StashKey()
+quiet_key: pytest.StashKey[QuietRank] = pytest.StashKey()
 pools_key: "pytest.StashKey[Pools]" = pytest.StashKey()
 ranks_key: "pytest.StashKey[Ranks]" = pytest.StashKey()
 open_key: pytest.StashKey[ExitStack] = pytest.StashKey()
@@ -100,6 +103,10 @@ def pytest_runtestloop(session: pytest.Session) -> None:
 
         launched = config.stash[launched_key] = config.stash[rank_key] = LaunchedRank()
         config.add_cleanup(launched.leave)
+        if own_rank() != 0:
+            quiet = config.stash[quiet_key] = QuietRank(config, own_rank(), lambda: launched.has_lost)
+            config.pluginmanager.register(quiet)
+            config.add_cleanup(quiet.end)
         launched.require_equal_collection(session)
         launched.require_reachable()
 
@@ -125,6 +132,8 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
         reports = [*_pools(item.config).run(item, nextitem), *_torn_down(item, nextitem)]
     else:
         reports = launched.run(item, nextitem)
+    if quiet := item.config.stash.get(quiet_key, None):
+        quiet.told(item.nodeid)
     for report in reports:
         # Passes are shown once; the exit code of every rank shows whether anything failed.
         if launched is None or own_rank() == 0 or report.failed:

@@ -1,20 +1,42 @@
-"""What the modules of a simulated rank keep besides parameters and buffers, such as counters and caches.
+"""What a simulated rank keeps from one step to the next, such as counters and caches of its modules.
 
 Invariant: after `restore`, a module has the attributes of `kept`, whichever rank was simulated in between, as
 far as they are plain or tensors without a history.
 """
 
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ddpopt.judge.engines.engine import Named
 from ddpopt.judge.training.values import PLAIN
 
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 Kept = dict[str, dict[str, Any]]
 """By module, the values of its attributes that are no parameters, buffers or modules."""
+
+
+@dataclass(frozen=True)
+class Remembered:
+    """What a rank's step leaves to its next one.
+
+    Attributes:
+        attributes: of the modules.
+        updates: the state of the optimizer, for the ranks that are judged in full.
+        buffers: those that DDP leaves to each rank.
+        broadcasts: whether DDP sends the buffers in the next forward.
+    """
+
+    attributes: Kept
+    updates: Any
+    buffers: Named = field(default_factory=dict)
+    broadcasts: bool = True
 
 
 def kept(parts: dict[str, nn.Module]) -> Kept:
@@ -49,3 +71,16 @@ def restore(parts: dict[str, nn.Module], before: Kept) -> None:
             continue
         for name in _restorable(parts[path]) - values.keys():  # another rank's
             delattr(parts[path], name)
+
+
+@contextlib.contextmanager
+def defaults_kept() -> Iterator[None]:
+    """A block after which new tensors are made as before: the next model, and the judge, must go on."""
+    device = torch.get_default_device()
+    dtype = torch.get_default_dtype()
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(dtype)
+        if torch.get_default_device() != device:
+            torch.set_default_device(device)

@@ -7,7 +7,7 @@ kept after its own last step, whichever rank was simulated in between.
 import contextlib
 import copy
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,7 +23,7 @@ from ddpopt.ddp.impose import imposed_plan
 from ddpopt.ddp.state import state_of
 from ddpopt.errors import UsageError
 from ddpopt.judge.engines.engine import Engine, Named
-from ddpopt.judge.simulation.attributes import Kept, kept, restore
+from ddpopt.judge.simulation.attributes import Remembered, defaults_kept, kept, restore
 from ddpopt.judge.simulation.causes import Line, noting_lines
 from ddpopt.judge.simulation.world import RankSend, Sends, World
 from ddpopt.judge.training.moments import evaluate, extra_step
@@ -89,17 +89,13 @@ class SharedModel:
         self.start = self.trainer.record.start
         self._take_once = self._way()
         self._parts = dict(self.trainer.parallel.model.named_modules())
-        self._fresh = kept(self._parts)
-        self._fresh_updates = copy.deepcopy(self.trainer.updates.state())
-        self._updates = self._fresh_updates
-        self._updates_of: dict[int, Any] = {}
-        self._kept: dict[int, Kept] = {}
-        self._buffers: dict[int, Named] = {}
-        self._broadcasts: dict[int, bool] = {}
+        self._updates = copy.deepcopy(self.trainer.updates.state())
+        self._fresh = Remembered(kept(self._parts), self._updates)
+        self._of_ranks: dict[int, Remembered] = {}
         self._around: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
         self._observed: dict[tuple[Launch, ...], Observation] = {}
         self.first: list[Record] = []
-        self._before: tuple[Kept, Named, Any] = (self._fresh, {}, None)
+        self._before = self._fresh
         ddp = self.trainer.ddp
         self._keeps_buffers = ddp is not None and not ddp.broadcast_buffers
 
@@ -121,7 +117,7 @@ class SharedModel:
 
     def begins(self, rank: int, start: Named) -> Named:
         """What a rank's next step starts from: DDP may leave buffers to each rank."""
-        return start | self._buffers.get(rank, {})
+        return start | self._of(rank).buffers
 
     def step(
         self, rank: int, step: int, start: Named, *, case: Case | None = None, is_repeated: bool = False
@@ -146,12 +142,12 @@ class SharedModel:
         trainer.record = self._new_record(start)
         trainer.sees_all = rank < SEEN
         if trainer.sees_all:
-            trainer.updates.load(copy.deepcopy(self._updates_of.get(rank, self._fresh_updates)))
+            trainer.updates.load(copy.deepcopy(self._of(rank).updates))
             trainer.sight.forget_changes()  # what was changed before is not of this step
         self._world.become(rank)
         self._sends.sent.clear()
         try:
-            with _defaults_kept(), torch.enable_grad():
+            with defaults_kept(), torch.enable_grad():
                 taken = self._taken(forms, is_observed=rank == 0)
         finally:
             trainer.case = own_case
@@ -162,27 +158,28 @@ class SharedModel:
 
     def _restore(self, rank: int) -> None:
         """Give the modules what the rank's last step left: attributes, and whether buffers are sent next."""
-        restore(self._parts, self._kept.get(rank, self._fresh))
+        restore(self._parts, self._of(rank).attributes)
         if self.trainer.ddp is not None:
-            self.trainer.ddp.require_forward_param_sync = self._broadcasts.get(rank, True)
+            self.trainer.ddp.require_forward_param_sync = self._of(rank).broadcasts
+
+    def _of(self, rank: int) -> Remembered:
+        return self._of_ranks.get(rank, self._fresh)
 
     def undo(self, rank: int) -> None:
         """Forget what the rank remembered of its last step, which it takes again."""
-        self._kept[rank], self._buffers[rank], self._updates_of[rank] = self._before
+        self._of_ranks[rank] = self._before
 
     def _remember(self, rank: int, taken: Taken) -> None:
         """Keep what the rank's next step begins with."""
-        updates = self._updates_of.get(rank, self._fresh_updates)
-        self._before = self._kept.get(rank, self._fresh), self._buffers.get(rank, {}), updates
-        self._kept[rank] = kept(self._parts)
-        if self.trainer.ddp is not None:
-            self._broadcasts[rank] = self.trainer.ddp.require_forward_param_sync
-        if rank < SEEN:
-            self._updates_of[rank] = copy.deepcopy(self.trainer.updates.state())
-        if self._keeps_buffers:
-            state = taken.record.steps[0].state
-            names = dict(self.trainer.parallel.model.named_buffers())
-            self._buffers[rank] = {name: state[name] for name in names}
+        trainer = self.trainer
+        self._before = self._of(rank)
+        names = dict(trainer.parallel.model.named_buffers()) if self._keeps_buffers else {}
+        self._of_ranks[rank] = Remembered(
+            attributes=kept(self._parts),
+            updates=copy.deepcopy(trainer.updates.state()) if rank < SEEN else self._before.updates,
+            buffers={name: taken.record.steps[0].state[name] for name in names},
+            broadcasts=trainer.ddp is None or trainer.ddp.require_forward_param_sync,
+        )
 
     def _new_record(self, start: Named) -> Record:
         before = self.trainer.record
@@ -241,10 +238,7 @@ class SharedModel:
     def remember(self, other: "SharedModel") -> None:
         """Take over what each rank's modules kept in another model of the same kind."""
         self._updates = other._updates
-        self._updates_of = other._updates_of
-        self._kept = other._kept
-        self._broadcasts = other._broadcasts
-        self._buffers = other._buffers
+        self._of_ranks = other._of_ranks
 
     def evaluated(
         self,
@@ -376,19 +370,6 @@ class SharedModel:
         """Free the model: a DDP module and its reducer are in reference cycles through their hooks."""
         del self.trainer, self._parts
         gc.collect()
-
-
-@contextlib.contextmanager
-def _defaults_kept() -> Iterator[None]:
-    """A block after which new tensors are made as before: the next model, and the judge, must go on."""
-    device = torch.get_default_device()
-    dtype = torch.get_default_dtype()
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(dtype)
-        if torch.get_default_device() != device:
-            torch.set_default_device(device)
 
 
 def _alike(one: Taken, other: Taken) -> bool:

@@ -141,6 +141,31 @@ def test_under_torchrun_rank_zero_shows_failures_until_a_rank_dies(tmp_path: Pat
     assert code != 0
 
 
+ALONE = """
+import os
+
+import pytest
+
+@pytest.mark.world_size(2)
+def test_both(ddp_ranks):
+    assert ddp_ranks.rank == 0, "rank 1 fails in both"
+
+def test_alone():
+    assert os.environ["RANK"] == "0" or {passes}, "rank 1 fails alone"
+"""
+
+
+@pytest.mark.parametrize("passes", [True, False])
+def test_under_torchrun_another_rank_prints_only_what_the_first_does_not_know(
+    tmp_path: Path, passes: bool
+) -> None:
+    code, text = run(tmp_path, ALONE.format(passes=passes), TORCHRUN)
+    assert text.count("short test summary info") == (1 if passes else 2), text
+    assert ("[rank 1] printed:" in text, "rank 1 fails alone" in text) == (not passes, not passes)
+    assert "[rank 1] call failed:" in text
+    assert code == 1
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("launcher", [PLAIN, TORCHRUN], ids=["plain", "torchrun"])
 def test_no_test_runs_where_ranks_collected_others(tmp_path: Path, launcher: tuple[str, ...]) -> None:
