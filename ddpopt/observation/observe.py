@@ -20,55 +20,14 @@ from ddpopt.ddp.specs import specs_from_ddp
 from ddpopt.ddp.state import state_of
 from ddpopt.errors import UsageError
 from ddpopt.observation.compilations import Compilations
+from ddpopt.observation.events import Collective, Iteration
 from ddpopt.observation.launches import Launch, LaunchMode
 from ddpopt.observation.reducer_buckets import ObservedBucket, buckets_of, running_buckets
+from ddpopt.observation.text import text_of
 from ddpopt.planning.plan import Plan
 
 STEP_OPS = ("all_reduce", "all_reduce_coalesced")
 """The functional collectives with which a step in one graph sends its buckets; the reducer's is another."""
-
-
-@dataclass(frozen=True)
-class Collective:
-    """A collective on the module's process group.
-
-    Attributes:
-        op: ``"allreduce"``, ``"broadcast"``, …
-        nbytes: bytes that this rank sent; for a sparse gradient, the size of a dense one.
-        dtype: of the data sent, for instance ``"float32"``; empty for a barrier.
-        bucket: index of the bucket that it carried; None if it carried something else, or if a communication
-            hook sent the bucket with another size.
-        how: its reduction and root, such as ``"max"`` or ``"from rank 1"``; empty for a sum.
-    """
-
-    op: str
-    nbytes: int
-    dtype: str
-    bucket: int | None
-    how: str = ""
-
-
-@dataclass(frozen=True)
-class Iteration:
-    """One backward that launched collectives.
-
-    Attributes:
-        buckets: the reducer's buckets at the time; empty if no longer known (the reducer was replaced more
-            than once in the block).
-        collectives: the collectives that the backward launched, in order.
-    """
-
-    buckets: tuple[ObservedBucket, ...]
-    collectives: tuple[Collective, ...]
-
-    @property
-    def unmatched(self) -> tuple[int, ...]:
-        """Buckets without a collective of their size.
-
-        Empty unless a communication hook sends something else, or unused buckets were skipped.
-        """
-        matched = [collective.bucket for collective in self.collectives]
-        return tuple(bucket.index for bucket in self.buckets if bucket.index not in matched)
 
 
 def observe(ddp: nn.Module) -> "Observation":
@@ -114,6 +73,10 @@ class Observation:
         self._hooked = False
         self._active = False
         self._parameter_count = len(specs_from_ddp(ddp))
+
+    def __str__(self) -> str:
+        """What was seen, as tables: the buckets of the last backward, and what else was sent."""
+        return text_of(self.iterations, self.collectives, self.elsewhere, self.graphs)
 
     def __enter__(self) -> "Observation":
         if self._mode is not None:

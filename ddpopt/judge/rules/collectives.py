@@ -8,8 +8,8 @@ from collections import Counter
 from ddpopt.judge.rules.evidence import Break, Broken, RunEvidence, unlike_first
 from ddpopt.judge.training.record import Record
 from ddpopt.judge.training.whole_step import WHOLE
+from ddpopt.observation.events import Collective
 from ddpopt.observation.launches import words_of
-from ddpopt.observation.observe import Collective
 
 
 def same_buckets_on_ranks(evidence: RunEvidence) -> Broken:

@@ -15,8 +15,8 @@ from ddpopt.judge.compare import raw_bytes
 from ddpopt.judge.engines.engine import Engine
 from ddpopt.judge.training.record import Record
 from ddpopt.judge.training.trainer import Option
+from ddpopt.observation.events import Collective
 from ddpopt.observation.launches import kind_of, words_of
-from ddpopt.observation.observe import Collective
 
 ONE_SIDED = ("send", "recv", "isend", "irecv", "batch_p2p_ops")
 """Between two ranks; the other ranks have none."""

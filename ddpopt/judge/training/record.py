@@ -16,7 +16,7 @@ from ddpopt.judge.compare import dense
 from ddpopt.judge.engines.engine import Gradients, Named, full
 from ddpopt.judge.training.memory import Pairs
 from ddpopt.judge.training.visible import ATTRIBUTE, GRADIENT_OF, KEPT, OUTSIDE
-from ddpopt.observation.observe import Collective, Iteration
+from ddpopt.observation.events import Collective, Iteration
 from ddpopt.planning.plan import Plan
 
 BUFFER = "buffer "

@@ -26,8 +26,9 @@ from ddpopt.judge.training.moments import evaluate, extra_step, probe
 from ddpopt.judge.training.record import Record, RecordedStep, optimizer_state
 from ddpopt.judge.training.trainer import Course, Option, Place, Trainer, random_state
 from ddpopt.judge.training.whole_step import whole_step
+from ddpopt.observation.events import Collective
 from ddpopt.observation.launches import LaunchMode
-from ddpopt.observation.observe import Collective, observe
+from ddpopt.observation.observe import observe
 
 
 def train(course: Course, mode: Engine, place: Place) -> Record:

@@ -252,3 +252,29 @@ def test_a_recorded_step_has_the_reducers_buckets_in_the_order_of_time() -> None
     assert len(at) > 1
     assert all(list(each) == sorted(each) for each in [*at, *zip(*at, strict=True)])
     assert 0 < seen.forward_s < seen.backward_s < seen.reduced_s < seen.step_s
+
+
+def test_an_observation_prints_as_tables() -> None:
+    ddp = pair()
+    with observe(ddp) as seen:
+        assert str(seen) == "No backward was synchronized."
+        train(ddp)
+        train(ddp)
+        dist.all_reduce(torch.ones(3), op=dist.ReduceOp.MAX)
+    expecttest.TestCase().assertExpectedInline(
+        str(seen),
+        """\
+2 backwards were synchronized; the buckets of the last:
+bucket  sent as    MiB  dtype    gradients
+-----------------------------------------------------------
+     0        1  0.000  float32  second.bias, second.weight
+     1        2  0.000  float32  first.bias, first.weight
+
+other collectives, in the order in which they were first sent
+collective               times  bytes  dtype    group
+-----------------------------------------------------
+broadcast (from rank 0)      2     12  float32
+broadcast (from rank 0)      1     20  int32
+broadcast (from rank 0)      1      8  int32
+allreduce (max)              1     12  float32""",
+    )

@@ -14,7 +14,7 @@ from ddpopt.judge.rules.evidence import Peer, RunEvidence, peer_of
 from ddpopt.judge.rules.structure import CLAIMS, structure
 from ddpopt.judge.training.options import option
 from ddpopt.judge.training.record import Record
-from ddpopt.observation.observe import Collective
+from ddpopt.observation.events import Collective
 from ddpopt.planning.plan import Plan
 from ddpopt.ranks.group import Ranks
 
