@@ -146,7 +146,7 @@ def _run_ddpopt(
     case: Case, ddp: DistributedDataParallel, backend: str, rank: int, strategy: Literal["split", "inline"]
 ) -> Outcome:
     counted = _Counted(torch._dynamo.lookup_backend(backend))
-    step = ddpopt.compile(ddp, backend=counted, strategy=strategy)
+    step = ddpopt.compile(ddp, backend=counted, strategy=strategy, fallback=None)
     measured = measure(ddp, lambda index: case.step(step, rank, counted.at_step(index)))
     plan = imposed_plan(ddp)
     if plan is None:

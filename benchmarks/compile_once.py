@@ -138,7 +138,7 @@ def first_steps(model: str, layers: int, mode: str) -> Start:
 def _compiled(mode: str, ddp: DistributedDataParallel) -> Any:
     if mode in (WHOLE, TORCH):
         return torch.compile(ddp)
-    return ddpopt.compile(ddp, strategy="split" if mode == SPLIT else "inline")
+    return ddpopt.compile(ddp, strategy="split" if mode == SPLIT else "inline", fallback=None)
 
 
 def _keep_to(processor: int) -> None:

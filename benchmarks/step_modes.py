@@ -90,7 +90,9 @@ class Mode:
             compiled: Callable[[Tensor], Tensor] = torch.compile(self.ddp, backend=self.counted)
             return compiled
         strategy: Literal["split", "inline"] = "split" if self.name == SPLIT else "inline"
-        step: Callable[[Tensor], Tensor] = ddpopt.compile(self.ddp, backend=backend, strategy=strategy)
+        step: Callable[[Tensor], Tensor] = ddpopt.compile(
+            self.ddp, backend=backend, strategy=strategy, fallback=None
+        )
         return step
 
 

@@ -100,6 +100,10 @@ class CertificateError(DdpoptError):
         )
 
 
+class SegmentError(DdpoptError):
+    """The backend failed for a segment of a graph that ddpopt cut; the message names it and has the error."""
+
+
 class CaptureError(DdpoptError):
     """torch itself failed while it captured a train step; that is a fault, and no restriction of ddpopt."""
 
@@ -135,4 +139,5 @@ def require_choice(argument: str, value: str, choice: Any) -> None:
     words = get_args(choice)
     if value not in words:
         *others, last = map(repr, words)
-        raise UsageError(f"{argument}: expected {', '.join(others)} or {last}, got {value!r}")
+        expected = f"{', '.join(others)} or {last}" if others else last
+        raise UsageError(f"{argument}: expected {expected}, got {value!r}")

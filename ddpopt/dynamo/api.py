@@ -21,7 +21,7 @@ from ddpopt.ddp.impose import impose_decided, imposed_plan
 from ddpopt.ddp.reducer import outside_dynamo
 from ddpopt.ddp.tensor_parallel import keep_local
 from ddpopt.dynamo import hook
-from ddpopt.dynamo.backend import Buckets, DdpoptBackend, configured, is_ddpopt
+from ddpopt.dynamo.backend import Buckets, DdpoptBackend, Fallback, configured, is_ddpopt
 from ddpopt.errors import UnsupportedError, UsageError, require_choice
 from ddpopt.graph.nodes import CompilerFn
 from ddpopt.planning.plan import Plan, Strategy
@@ -40,6 +40,7 @@ def compile(  # the public name, as in torch.compile
     strategy: Strategy = "auto",
     buckets: Buckets = "plan",
     plan: Plan | str | os.PathLike[str] | None = None,
+    fallback: Fallback | None = "eager",
     **options: Any,
 ) -> Any:
     """Compile a DDP module so that its gradients still overlap with backward.
@@ -59,6 +60,8 @@ def compile(  # the public name, as in torch.compile
             decisions are logged at INFO.
         plan: buckets to use, as a plan, or a file that ``ddpopt tune`` or `Plan.to_json` wrote; the same on
             every rank. Only with ``buckets="plan"``.
+        fallback: ``"eager"``: where a graph is cut and the backend fails for a segment, that segment runs
+            uncompiled, and a warning names it, its parameters and the error; None: that is an error.
         options: passed to ``torch.compile`` (``dynamic``, ``mode``, …). ``fullgraph`` applies to the module
             inside DDP: its forward must not break. DDP's own Python code cannot be part of a graph.
 
@@ -81,7 +84,7 @@ def compile(  # the public name, as in torch.compile
         raise UsageError(f"ddp_model: expected a module that is not compiled yet, {got}")
     if plan is not None and buckets != "plan":
         raise UsageError(f"plan: expected buckets='plan' with it, got {buckets!r}; leave one of them out")
-    dynamo_backend = checked_backend(backend, strategy, buckets, options)
+    dynamo_backend = checked_backend(backend, strategy, buckets, options, fallback)
     if plan is not None:  # every other argument was checked: from here on something changes
         impose_decided(ddp, lambda: _read_plan(plan, ddp, strategy), LONGEST_WAIT)
     keep_local(ddp.module)
@@ -102,7 +105,7 @@ def compile(  # the public name, as in torch.compile
         dynamo_backend.uninstall_hook()
         module.forward = _uncut(module.forward, inside)
         module.__dict__["_compile"] = functools.partial(
-            compile, backend=backend, strategy=strategy, buckets=buckets, **options
+            compile, backend=backend, strategy=strategy, buckets=buckets, fallback=fallback, **options
         )
         module.__class__ = _Compiled
         dynamo_backend.serve(ddp)
@@ -113,10 +116,14 @@ def compile(  # the public name, as in torch.compile
 
 
 def checked_backend(
-    backend: str | CompilerFn, strategy: Strategy, buckets: Buckets, options: Mapping[str, Any]
+    backend: str | CompilerFn,
+    strategy: Strategy,
+    buckets: Buckets,
+    options: Mapping[str, Any],
+    fallback: Fallback | None = "eager",
 ) -> DdpoptBackend:
     """The Dynamo backend for these arguments of `compile`, which are checked as it says."""
-    made = DdpoptBackend(backend, strategy=strategy, buckets=buckets)
+    made = DdpoptBackend(backend, strategy=strategy, buckets=buckets, fallback=fallback)
     own_options = {key: v for key, v in (options.get("options") or {}).items() if key not in TORCHS_OPTIONS}
     configured(made.compiler, mode=options.get("mode"), options=own_options)
     return made

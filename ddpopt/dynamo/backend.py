@@ -39,6 +39,7 @@ from ddpopt.torch_private import require_supported
 from ddpopt.tuning.online import tune_while_training
 
 Buckets = Literal["plan", "ddp", "open", "auto"]
+Fallback = Literal["eager"]
 NAMED = re.compile("ddpopt(?:_(split|inline))?(?:_(aot_eager|eager))?_backend")
 """Attributes of this module that pyproject.toml registers with Dynamo as ``ddpopt``, ``ddpopt-split``, …"""
 logger = logging.getLogger("ddpopt")
@@ -54,6 +55,7 @@ class DdpoptBackend:
             gradients leave in its own buckets; ``"open"``: like ``"plan"``, but compiled for any buckets, so
             that others can be imposed later: gradients are handed over one by one; ``"auto"``: like
             ``"open"``, and the buckets are tuned in the first steps, see `ddpopt.compile`.
+        fallback: as for `ddpopt.compile`.
         graphs_key: backends with the same key share the known graphs of each DDP module; by default none do.
 
     Raises:
@@ -67,15 +69,19 @@ class DdpoptBackend:
         strategy: Strategy = "auto",
         *,
         buckets: Buckets = "plan",
+        fallback: Fallback | None = "eager",
         graphs_key: object = None,
     ) -> None:
         require_supported()
         require_choice("strategy", strategy, Strategy)
         require_choice("buckets", buckets, Buckets)
+        if fallback is not None:
+            require_choice("fallback", fallback, Fallback)
         self.__name__ = "ddpopt"
         self.compiler = find_compiler(backend)
         self.strategy = strategy
         self.buckets = buckets
+        self.fallback = fallback
         # Dynamo must not cut its graphs a second time, for as long as this backend may be used
         remove = hook.add_chooser(lambda compiler: compiler if is_ddpopt(compiler) else None)
         self.uninstall_hook = weakref.finalize(self, remove)
@@ -83,7 +89,8 @@ class DdpoptBackend:
         self._graphs_key = self if graphs_key is None else graphs_key
 
     def __reduce__(self) -> Any:  # a copy needs a hook of its own; Fabric copies what torch.compile is given
-        return functools.partial(type(self), self.compiler, self.strategy, buckets=self.buckets), ()
+        settings: dict[str, Any] = {"buckets": self.buckets, "fallback": self.fallback}
+        return functools.partial(type(self), self.compiler, self.strategy, **settings), ()
 
     def __call__(
         self, gm: fx.GraphModule, example_inputs: Sequence[object], **options: Any
@@ -121,6 +128,7 @@ class DdpoptBackend:
             compiler,
             self.compiler,
             any_buckets=self.buckets in ("open", "auto"),
+            falls_back=self.fallback is not None,
             level=logging.WARNING if self.strategy == "inline" else logging.INFO,
         )
         if planned.plan.buckets:

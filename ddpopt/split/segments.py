@@ -17,6 +17,7 @@ from unittest.mock import patch
 
 import torch
 from torch import fx
+from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.output_graph import GraphCompileReason
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
@@ -34,6 +35,7 @@ def compile_segments(
     reasons: Sequence[str | None],
     *,
     share: bool,
+    failed: Callable[[int, Exception], None] | None = None,
 ) -> tuple[Callable[..., Any], int]:
     """Compile every segment and replace it with the compiled code.
 
@@ -44,6 +46,8 @@ def compile_segments(
         reasons: for each segment, why the graph was cut before it (for ``torch._dynamo.explain``); None
             for the first one, which keeps the graph's own.
         share: whether twins may share compiled code.
+        failed: called with the number of a segment for which the backend fails, and its error; if it
+            returns, the segment runs uncompiled. By default the error is raised.
 
     Returns:
         The callable, which runs the whole graph and returns a tuple; and the number of compilations.
@@ -52,7 +56,7 @@ def compile_segments(
     placeholders = stitched.graph.find_nodes(op="placeholder")
     values: dict[fx.Node, object] = dict(zip(placeholders, example_inputs, strict=True))
     calls = stitched.graph.find_nodes(op="call_module")
-    for node, reason in zip(calls, reasons, strict=True):
+    for number, (node, reason) in enumerate(zip(calls, reasons, strict=True)):
         name = str(node.target)
         segment: fx.GraphModule = getattr(stitched, name)
         inputs = [values[n] if n in values else example_value(n) for n in node.all_input_nodes]
@@ -64,8 +68,16 @@ def compile_segments(
                 why = f"ddpopt cuts here so that DDP can overlap: {reason}"
                 segment.compile_subgraph_reason = GraphCompileReason(why, [frame])  # type: ignore[assignment]
             write_code(segment)
-            with own_tracing_context(), _own_floats(segment):
-                compiled[key] = compiler(segment, [_for_backend(value) for value in inputs])
+            compiled[key] = segment.forward  # the code of before, whatever a backend does to the graph
+            try:
+                with own_tracing_context(), _own_floats(segment):
+                    compiled[key] = compiler(segment, [_for_backend(value) for value in inputs])
+            except TorchDynamoException:  # which asks Dynamo to trace again, or says that it cannot
+                raise
+            except Exception as error:
+                if failed is None:
+                    raise
+                failed(number, error)
         delattr(stitched, name)
         setattr(stitched, name, compiled[key])
         # an input written with gradient requires grad from then on; its example value is from after the trace

@@ -3,12 +3,15 @@
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import fx
 
+from ddpopt.errors import SegmentError
 from ddpopt.graph.artifacts import say, show_cut
 from ddpopt.planning.facts import collect
+from ddpopt.planning.plan import Plan
 from ddpopt.proof.certificate import certify
 from ddpopt.split.expand_calls import Expanded, expanded_and_planned
 from ddpopt.split.partition import partition
@@ -17,6 +20,8 @@ from ddpopt.strategies.protocol import Captured, Compilation, Decide, Planned, c
 from ddpopt.strategies.quiet import isolated
 
 logger = logging.getLogger("ddpopt")
+SHOWN = 4
+"""Parameters that a message names."""
 
 
 class Split:
@@ -45,6 +50,7 @@ class Split:
 
         Raises:
             CertificateError: the cut graph is not what the plan says, which is a fault of ddpopt's.
+            SegmentError: the backend fails for a segment, and nothing may run uncompiled.
         """
         captured = planned.captured
         plan = planned.plan
@@ -60,7 +66,12 @@ class Split:
             say(f"a graph is split and not compiled inline: {planned.why_not}", how.level)
         reasons = [None, *(cut.reason for cut in plan.cuts)]
         run, distinct = compile_segments(
-            stitched, captured.example_inputs, how.compiler, reasons, share=not captured.is_replayed
+            stitched,
+            captured.example_inputs,
+            how.compiler,
+            reasons,
+            share=not captured.is_replayed,
+            failed=partial(_failed, plan, falls_back=how.falls_back),
         )
         logger.info(
             "ddpopt: %d buckets, %d segments, %d of them distinct",
@@ -79,3 +90,15 @@ class Split:
             for key, name in names.items()
             if name not in planned.completed
         }
+
+
+def _failed(plan: Plan, number: int, error: Exception, *, falls_back: bool) -> None:
+    """Warn that a segment runs uncompiled because the backend fails for it; or raise, if nothing may."""
+    segment = plan.segments[number]
+    held = ", ".join(segment.params[:SHOWN]) or "no parameters"
+    more = f", and {left} more" if (left := len(segment.params) - SHOWN) > 0 else ""
+    words = f"the backend fails for segment {number} of {len(plan.segments)} ({held}{more})"
+    reason = f"{type(error).__name__}: {error}"
+    if not falls_back:
+        raise SegmentError(f"{words}: {reason}") from error
+    say(f"{words}, which runs uncompiled: {reason}", logging.WARNING)

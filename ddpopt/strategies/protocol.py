@@ -90,12 +90,14 @@ class Compilation:
         compiler: the backend, with the mode and the options of ``torch.compile``.
         backend: the same backend without them.
         any_buckets: whether other buckets may be imposed later, for which no graph is compiled again.
+        falls_back: whether a segment for which the backend fails may run uncompiled.
         level: the level at which it is logged that a strategy that was preferred could not take a graph.
     """
 
     compiler: CompilerFn
     backend: CompilerFn
     any_buckets: bool
+    falls_back: bool = False
     level: int = logging.INFO
 
 

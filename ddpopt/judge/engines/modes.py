@@ -92,7 +92,7 @@ class Ours(CompiledDdp):
 
         self.planned = self.backend is not None
         if self.backend is not None and self.strategy is not None:
-            ddp = ddpopt_compile(ddp, backend=self.backend, strategy=self.strategy)
+            ddp = ddpopt_compile(ddp, backend=self.backend, strategy=self.strategy, fallback=None)
         elif self.backend is not None:
             self.whole = train_step(backend=self.backend, fusion=self.fusion)
         made: Callable[..., Any] = ddp

@@ -32,6 +32,7 @@ from ddpopt.ddp.state import state_of
 from ddpopt.dynamo.backend import DdpoptBackend
 from ddpopt.dynamo.model_graphs import plan_for_reducer
 from ddpopt.errors import UsageError
+from ddpopt.graph.artifacts import say_once
 from ddpopt.observation.observe import observe
 from ddpopt.planning.plan import Plan, Strategy
 from ddpopt.split.partition import partition
@@ -606,10 +607,59 @@ def test_a_module_whose_compilation_failed_still_trains_in_eager() -> None:
 
     ddp, eager = ddp_of(), ddp_of()
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="no such operator"):
-        ddpopt.compile(ddp, backend=failing, strategy="split")(rows())
+        ddpopt.compile(ddp, backend=failing, strategy="split", fallback=None)(rows())
     assert DistributedDataParallel._active_ddp_module is None
     assert gc.isenabled()
     assert_trains_as_eager(ddp, ddp, eager, steps=3)
+
+
+class FailingOnce:
+    """A backend that damages and fails for the second graph that it gets, and compiles the others."""
+
+    def __init__(self) -> None:
+        self.compiled = 0
+        self.calls = 0
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
+        self.calls += 1
+        if self.calls == 2:
+            for node in gm.graph.find_nodes(op="call_function", target=torch.relu):
+                node.target = torch.neg
+            gm.recompile()
+            raise RuntimeError("no such operator")
+        self.compiled += 1
+        return cast("Callable[..., Any]", lookup_backend("aot_eager")(gm, [*example_inputs]))
+
+
+def unlike_layers() -> nn.Module:
+    """Layers of which no two compile to the same code."""
+    layers = [nn.Linear(WIDTH + place, WIDTH + place + 1) for place in range(4)]
+    return nn.Sequential(*(part for layer in layers for part in (layer, nn.ReLU())))
+
+
+def test_a_segment_for_which_the_backend_fails_runs_uncompiled_and_is_named_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    say_once.cache_clear()
+    ddp, eager = ddp_of(unlike_layers), ddp_of(unlike_layers)
+    failing = FailingOnce()
+    compiled = ddpopt.compile(ddp, backend=failing, strategy="split")
+    assert_trains_as_eager(compiled, ddp, eager, steps=2)
+    assert (failing.calls, failing.compiled) == (4, 3)
+    (warning,) = [each for each in caplog.records if each.levelname == "WARNING"]
+    assert warning.getMessage() == (
+        "ddpopt: the backend fails for segment 1 of 4 (2.weight, 2.bias), which runs uncompiled: "
+        "RuntimeError: no such operator"
+    )
+
+
+def test_without_a_fallback_the_error_names_the_segment() -> None:
+    compiled = ddpopt.compile(ddp_of(unlike_layers), backend=FailingOnce(), strategy="split", fallback=None)
+    words = r"SegmentError: the backend fails for segment 1 of 4 \(2.weight, 2.bias\): RuntimeError: no such"
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=words):
+        compiled(rows())
+    with pytest.raises(UsageError, match="fallback: expected 'eager', got 'inline'"):
+        ddpopt.compile(ddp_of(), fallback=cast("Any", "inline"))
 
 
 def dynamo_state() -> dict[str, Any]:
