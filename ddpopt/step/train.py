@@ -7,6 +7,7 @@ function would; or an error says why not, and nothing has changed.
 import functools
 import inspect
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import MethodType
@@ -127,6 +128,11 @@ class TrainStep:
             self._compiled.clear()
             self._compiled_for.clear()
 
+    def _compare(self, own: OwnStep) -> None:
+        """Compare this rank's step with those of the others, before any of its collectives."""
+        self._compared = True
+        compare_steps(own, self._asked)
+
     def _begin(self, joining: Sequence[Any]) -> None:
         """Send what DDP sends before a forward under ``join()``, once in a step."""
         for ddp in joining:
@@ -146,7 +152,7 @@ class TrainStep:
             if not self._compared:  # the other ranks wait for this one
                 met = [replica.ddp for replica in self._seen.replicas.values()]
                 known = met or [*self._compiled_for] or self._near(args, kwargs)
-                compare_steps(OwnStep(known, problem=error), self._asked)
+                self._compare(OwnStep(known, problem=error))
             raise
         finally:
             self._seen.forget()
@@ -163,7 +169,12 @@ class TrainStep:
         return self._compiled[used]
 
     def _uncompiled(self) -> Any:
-        return torch.compile(self._function, fullgraph=True, backend=self._compile, isolate_recompiles=True)  # type: ignore[call-overload]  # torch's overloads lack one
+        step = weakref.WeakMethod(self._compile)  # Dynamo keeps each backend that it was given
+
+        def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+            return called(step)(gm, inputs)  # type: ignore[no-any-return]  # of a method that is only known here
+
+        return torch.compile(self._function, fullgraph=True, backend=backend, isolate_recompiles=True)  # type: ignore[call-overload]  # torch's overloads lack one
 
     def __get__(self, instance: object, owner: object = None) -> Any:
         """A step that is a method."""
@@ -207,18 +218,19 @@ class TrainStep:
             if parameter.requires_grad
         ]
 
-        def run(*inputs: Any) -> Any:
+        compare, begin_all = weakref.WeakMethod(self._compare), weakref.WeakMethod(self._begin)
+
+        def run(*inputs: Any) -> Any:  # Dynamo keeps it in the globals of the function's module
             ddps: list[Any] = [each.ddp() for each in met]
             for ddp, each in zip(ddps, met, strict=True):
                 require_plain_ddp(each.name, ddp)  # a communication hook may be new
             require_no_node_hooks(asked)
             for each in met:
                 each.require_nothing_left()
-            self._compared = True
             own = OwnStep(ddps, keys, plans, [each.here for each in met], [each.reduced for each in met])
-            compare_steps(own, self._asked)
+            called(compare)(own)
             joining = [ddp for ddp in ddps if is_joining(ddp)]
-            self._begin(joining)
+            called(begin_all)(joining)
             for ddp, plan in zip(ddps, plans, strict=True):
                 state_of(ddp).step_plan = plan
             for each in met:
@@ -246,3 +258,10 @@ class TrainStep:
 def _read_of(ddp: Any) -> CompiledFor:
     """What a graph is compiled for."""
     return imposed_plan(ddp), ddp.process_group.group_name, transport_of(ddp), ddp._has_rebuilt_buckets
+
+
+def called(method: "weakref.WeakMethod[Any]") -> Any:
+    """The method of a step that is being called, and so is alive."""
+    found = method()
+    assert found is not None
+    return found

@@ -717,6 +717,21 @@ def test_collectives_are_the_plans_buckets_and_the_explained_ones(ranks: Ranks) 
     assert plan.fingerprint in str(explained)
 
 
+def test_a_step_that_nobody_holds_keeps_nothing_alive(ranks: Ranks) -> None:
+    def trained_once() -> list[weakref.ref[Any]]:
+        model = DDP(nn.Linear(WIDTH, WIDTH))
+        optimizer = sgd(momentum=0.9)(model)
+        x = torch.ones(2, WIDTH)
+        step = ddpopt.train_step(lambda: finished(loss_of(model, x, x), optimizer), backend="aot_eager")
+        for _ in range(2):
+            step()
+        return [*map(weakref.ref, (step, model, model.module.weight, optimizer))]
+
+    held = trained_once()
+    gc.collect()
+    assert [each() for each in held] == [None] * len(held)
+
+
 def test_a_step_may_be_the_first_that_dynamo_traces(ranks: Ranks) -> None:
     torch._dynamo.trace_rules.get_torch_obj_rule_map.cache_clear()
     model = DDP(nn.Linear(2, 2))
