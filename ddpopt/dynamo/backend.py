@@ -27,8 +27,9 @@ from ddpopt.ddp.state import state_of
 from ddpopt.ddp.tensor_parallel import share_reads
 from ddpopt.dynamo import hook
 from ddpopt.dynamo.model_graphs import STRATEGIES, ModelGraphs, plan_for_reducer
+from ddpopt.dynamo.shown import show_planned
 from ddpopt.errors import UnsupportedError, UsageError, did_you_mean, require_choice
-from ddpopt.graph.artifacts import say, show
+from ddpopt.graph.artifacts import say
 from ddpopt.graph.nodes import CompilerFn
 from ddpopt.graph.state import begins_without_grad
 from ddpopt.inline.inductor import is_inductor
@@ -123,7 +124,7 @@ class DdpoptBackend:
             planned = self._plan(ddp, gm, example_inputs, is_replayed=_ties_addresses(self.compiler, options))
         if planned is None:
             return compiler(gm, example_inputs)
-        show("ddpopt_plan", planned.plan.to_json, "json")
+        show_planned(planned)
         how = Compilation(
             compiler,
             self.compiler,

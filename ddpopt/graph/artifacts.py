@@ -28,8 +28,18 @@ def show(name: str, text: Callable[[], str], encoding: str = "string") -> None:
         text: makes it.
         encoding: ``"string"`` or ``"json"``.
     """
-    _log.debug("\n---%s---\n%s", name, LazyString(text))
+    log_text(name, text)
     trace_structured("artifact", lambda: {"name": name, "encoding": encoding}, payload_fn=text)
+
+
+def log_text(name: str, text: Callable[[], str]) -> None:
+    """Show a text in the log only, for which torch has an entry of its own in the trace, or ddpopt another.
+
+    Args:
+        name: its title.
+        text: makes it.
+    """
+    _log.debug("\n---%s---\n%s", name, LazyString(text))
 
 
 def code_of(gm: Any) -> Callable[[], str]:
@@ -39,9 +49,10 @@ def code_of(gm: Any) -> Callable[[], str]:
 
 def show_cut(stitched: fx.GraphModule) -> None:
     """Show a graph that was cut; in the trace, under the names that torch uses for its own cut graphs."""
-    _log.debug("\n---ddpopt_split_graph---\n%s", LazyString(code_of(stitched)))
+    log_text("ddpopt_split_graph", code_of(stitched))
     trace_structured("optimize_ddp_split_graph", payload_fn=code_of(stitched))
     for name, segment in stitched.named_children():
+        log_text(f"ddpopt_{name}", code_of(segment))
         trace_structured("optimize_ddp_split_child", partial(dict, name=name), payload_fn=code_of(segment))
 
 

@@ -46,12 +46,12 @@ from ddpopt.step.transport import Transport, transport_of
 from ddpopt.step.unused import Names, UsedElsewhereError
 
 logger = logging.getLogger("ddpopt")
-CompiledFor = tuple[Plan | None, str, Transport | None, bool]
-"""A DDP module's imposed plan, the name of its process group, how it sends gradients, and whether its buckets
-are rebuilt."""
-
+CompiledFor = tuple[Plan | None, str, Transport | None]
+"""A DDP module's imposed plan, the name of its process group, and how it sends gradients."""
 Used = frozenset[tuple[int, Names]]
 """The parameters that any rank uses, of each DDP module that looks for them, given by its ``id``."""
+Rebuilt = frozenset[int]
+"""``id`` of the modules under ``join()`` whose reducers have rebuilt their buckets."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class TrainStep:
         self.graphs: list[Graph] = []
         self._function = function
         self._settings = settings
-        self._compiled: dict[Used, Any] = {}
+        self._compiled: dict[tuple[Used, Rebuilt], Any] = {}
         self._asked: set[str] = set()
         self._begun: set[int] = set()
         self._compiled_for: WeakKeyDictionary[Any, CompiledFor] = WeakKeyDictionary()
@@ -111,7 +111,9 @@ class TrainStep:
 
     def _run(self, args: Any, kwargs: Any) -> Any:
         self._swaps = self._replacements(args, kwargs) if self._settings.overrides else []
-        self._forget_outdated()
+        if any(_read_of(ddp) != before for ddp, before in self._compiled_for.items()):
+            self._compiled.clear()  # its graphs have other buckets, or send in another group
+            self._compiled_for.clear()
         self._asked.clear()
         self._begun.clear()
         while True:
@@ -119,14 +121,8 @@ class TrainStep:
                 return self._attempt(args, kwargs)
             except UsedElsewhereError as error:  # nothing has run
                 self._seen.used_somewhere.update(error.used)
-            except RebuiltError:
-                self._forget_outdated()
-
-    def _forget_outdated(self) -> None:
-        """Forget graphs that have other buckets than they would get now, or that send in another group."""
-        if any(_read_of(ddp) != before for ddp, before in self._compiled_for.items()):
-            self._compiled.clear()
-            self._compiled_for.clear()
+            except RebuiltError:  # what goes before the graph is sent
+                continue
 
     def _compare(self, own: OwnStep) -> None:
         """Compare this rank's step with those of the others, before any of its collectives."""
@@ -158,15 +154,18 @@ class TrainStep:
             self._seen.forget()
 
     def _current(self) -> Any:
-        """The compiled function; there is one for each set of parameters that ranks use."""
+        """The compiled function for what ranks use, and for the buckets of reducers under ``join()``."""
         used = frozenset((id(ddp), names) for ddp, names in self._seen.used_somewhere.items())
-        if used not in self._compiled:
-            if len(self._compiled) == MOST:
+        joining = [ddp for ddp in self._compiled_for if is_joining(ddp)]
+        key = used, frozenset(id(ddp) for ddp in joining if ddp._has_rebuilt_buckets)
+        if key not in self._compiled:
+            known = {used for used, _ in self._compiled}
+            if used not in known and len(known) == MOST:
                 raise UnsupportedError(
                     f"{WHAT}: the ranks used more than {MOST} different sets of parameters; {INSTEAD}"
                 )
-            self._compiled[used] = self._uncompiled()
-        return self._compiled[used]
+            self._compiled[key] = self._uncompiled()
+        return self._compiled[key]
 
     def _uncompiled(self) -> Any:
         step = weakref.WeakMethod(self._compile)  # Dynamo keeps each backend that it was given
@@ -257,7 +256,7 @@ class TrainStep:
 
 def _read_of(ddp: Any) -> CompiledFor:
     """What a graph is compiled for."""
-    return imposed_plan(ddp), ddp.process_group.group_name, transport_of(ddp), ddp._has_rebuilt_buckets
+    return imposed_plan(ddp), ddp.process_group.group_name, transport_of(ddp)
 
 
 def called(method: "weakref.WeakMethod[Any]") -> Any:

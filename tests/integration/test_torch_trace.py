@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from ddpopt.planning.plan import Plan
 from ddpopt.proof.certificate import INVARIANTS
 from tests.support.commands import python
@@ -29,7 +31,21 @@ distributed.destroy_process_group()
 """
 SPLIT = "ddpopt_plan optimize_ddp_split_graph segment_0 segment_1 segment_2 ddpopt_proof"
 SHOWN = [SPLIT, "ddpopt_plan ddpopt_inline_graph", "ddpopt_plan ddpopt_reason", "ddpopt_model_plan " * 3]
-LOGGED = ["bucket 1 is complete: 1.weight brings it to", "= self.segment_0(", "it has a single bucket"]
+LOGGED = [
+    "---ddpopt_original_graph---",
+    "---ddpopt_buckets---",
+    "bucket  bytes  parameters        why it ends there",
+    "bucket 1 is complete: 1.weight brings it to",
+    "= self.segment_0(",
+    "---ddpopt_segment_2---",
+    "it has a single bucket",
+]
+LINES = [
+    "ddpopt: a graph with 3 buckets is cut into 3 segments",
+    "ddpopt: bucket 0: 16640 bytes of float32: 2.bias, 2.weight; 2.weight brings it to 16640 bytes",
+    "ddpopt: a graph with 3 buckets stays whole",
+    "ddpopt: a graph with 1 bucket stays whole",
+]
 
 
 def of_ddpopt(trace: str) -> Iterator[tuple[str, object, str]]:
@@ -71,3 +87,9 @@ def test_each_compilation_shows_its_plan_its_graphs_and_the_proof(tmp_path: Path
     files = [path for path in page.rglob("*_*.*") if "ddpopt_" in path.name or "_ddp_" in path.name]
     assert len(files) == len(entries)
     assert all(str(file.relative_to(page)) in index for file in files)
+
+
+@pytest.mark.parametrize("shown", ["dynamo", "distributed", ""])
+def test_each_graph_and_each_bucket_has_a_line_where_torch_logs_them(shown: str) -> None:
+    done = python("-c", PROGRAM, TORCH_LOGS=shown)
+    assert [line in done.stderr for line in LINES] == [bool(shown)] * len(LINES)

@@ -183,13 +183,12 @@ class Mismatching(Averaging):
 @pytest.mark.parametrize(
     ("engine", "option", "status"),
     [
-        ("ddpopt-step", "unused_somewhere", Status.REFUSED),
-        ("ddpopt-step", "all_to_all", Status.REFUSED),
+        (Mismatching("mismatching"), "unused_somewhere", Status.REFUSED),
         (Mismatching("mismatching"), "default", Status.WRONG),
     ],
 )
 def test_ranks_whose_steps_differ_are_refused_where_the_option_makes_them_differ_and_wrong_elsewhere(
-    engine: Engine | str, option: str, status: Status
+    engine: Engine, option: str, status: Status
 ) -> None:
     trial = judged(engine, option)
     said = trial.reason if status is Status.REFUSED else trial.findings[0].message
@@ -198,8 +197,10 @@ def test_ranks_whose_steps_differ_are_refused_where_the_option_makes_them_differ
 
 
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("option", ["two_models", "adamw_fused", "hook_fp16"])
-def test_a_step_has_other_models_fused_optimizers_and_hooks_in_its_graph(option: str) -> None:
+@pytest.mark.parametrize(
+    "option", ["two_models", "adamw_fused", "hook_fp16", "unused_somewhere", "all_to_all", "join"]
+)
+def test_a_step_has_other_models_optimizers_hooks_and_ranks_that_differ(option: str) -> None:
     trial = judged("ddpopt-step", option)
     assert (trial.status, trial.findings, trial.reason) == (Status.OK, (), "")
 
