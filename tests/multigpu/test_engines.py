@@ -9,7 +9,7 @@ from torch import Tensor
 from ddpopt.cases.case import Case
 from ddpopt.cases.matrix import CASES
 from ddpopt.errors import PlanMismatchError
-from ddpopt.judge.engines.modes import MODES
+from ddpopt.judge.engines.modes import MODES, CompiledDdp
 from ddpopt.judge.trials.on_rank import Request, Settings, run_trials
 from ddpopt.judge.verdict import Status, Trial
 from ddpopt.ranks.group import joined
@@ -172,8 +172,8 @@ def test_an_optimizer_that_updates_otherwise_is_found(option: str, optimizer: An
     assert said in f"{finding.level}: {finding.parameter} {finding.message}"
 
 
-class Mismatching(Averaging):
-    """Its ranks differ, although they use the same parameters."""
+class Mismatching(CompiledDdp):
+    """Says in its backward that the ranks differ."""
 
     def backward(self, loss: Tensor) -> None:
         raise PlanMismatchError("the ranks' steps do not communicate alike")
@@ -183,8 +183,8 @@ class Mismatching(Averaging):
 @pytest.mark.parametrize(
     ("engine", "option", "status"),
     [
-        (Mismatching("mismatching"), "unused_somewhere", Status.REFUSED),
-        (Mismatching("mismatching"), "default", Status.WRONG),
+        (Mismatching("mismatching", ""), "unused_somewhere", Status.REFUSED),
+        (Mismatching("mismatching", ""), "default", Status.WRONG),
     ],
 )
 def test_ranks_whose_steps_differ_are_refused_where_the_option_makes_them_differ_and_wrong_elsewhere(
