@@ -76,7 +76,7 @@ def record_step(gm: fx.GraphModule, inputs: Sequence[Any], seen: Seen) -> Captur
     reductions.finish()
     for each in replicas:
         is_reduced = each in reductions.begun - reductions.pending
-        require_joinable(each, seen.forwards[id(each.ddp)], is_reduced=is_reduced)
+        require_joinable(each, replicas, seen.forwards[id(each.ddp)], is_reduced=is_reduced)
     recorded.recompile()
     named = zip(recorded.graph.find_nodes(op="placeholder"), inputs, strict=True)
     tensors = {node.name: value for node, value in named if isinstance(value, Tensor)}

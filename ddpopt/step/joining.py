@@ -9,7 +9,7 @@ Uses private parts of torch: DDP's methods for ``join()``, and those of its redu
 Invariant: a step sends what DDP's iteration would, and nothing else.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.distributed.algorithms.join import Join
@@ -31,11 +31,12 @@ def is_joining(ddp: Any) -> bool:
     return bool(ddp._join_config.enable)
 
 
-def require_joinable(replica: Replica, forwards: int, *, is_reduced: bool) -> None:
+def require_joinable(replica: Replica, others: Sequence[Replica], forwards: int, *, is_reduced: bool) -> None:
     """Check that ranks without inputs can repeat what a module sends in a step.
 
     Args:
         replica: the module.
+        others: all modules of the step.
         forwards: how often the step calls it.
         is_reduced: whether the step reduces it.
 
@@ -49,6 +50,7 @@ def require_joinable(replica: Replica, forwards: int, *, is_reduced: bool) -> No
         "join() with find_unused_parameters or static_graph": ddp.find_unused_parameters or ddp.static_graph,
         "join(divide_by_initial_world_size=False)": not ddp._divide_by_initial_world_size,
         "join() in a step with several forwards, or without a backward": forwards != 1 or not is_reduced,
+        "join() in a step of several modules": len(others) > 1,
     }
     if wrong := [what for what, there in problems.items() if there]:
         name = replica.name

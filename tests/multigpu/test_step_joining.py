@@ -46,6 +46,10 @@ def unfinished(model: Any, optimizer: Any, x: Tensor) -> Any:
     return model(x).detach()
 
 
+def of_two(model: Any, optimizer: Any, x: Tensor) -> None:
+    optimizer.other(model(x)).square().mean().backward()
+
+
 def averaging(model: Any) -> None:
     model.register_comm_hook(None, default_hooks.allreduce_hook)
 
@@ -110,13 +114,15 @@ def test_three_ranks_may_in_another_order_of_summation(ranks: Ranks, name: str) 
         (step, {}, {"divide_by_initial_world_size": False}, "divide_by_initial_world_size=False"),
         (accumulated, {}, {}, "several forwards, or without a backward"),
         (unfinished, {}, {}, "several forwards, or without a backward"),
+        (of_two, {}, {}, "a step of several modules"),
     ],
 )
 def test_what_ranks_without_inputs_cannot_repeat_is_refused(
     ranks: Ranks, run: Any, ddp: dict[str, Any], join: dict[str, Any], words: str
 ) -> None:
     model = DDP(net(norm=False), **ddp)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.other = DDP(net(norm=False))
     before = [each.detach().clone() for each in model.parameters()]
     with pytest.raises(UnsupportedError, match=words):  # noqa: SIM117  # the error has to leave join()
         with model.join(**join):
