@@ -27,9 +27,9 @@ from ddpopt.ddp.state import state_of
 from ddpopt.ddp.tensor_parallel import share_reads
 from ddpopt.dynamo import hook
 from ddpopt.dynamo.model_graphs import STRATEGIES, ModelGraphs, plan_for_reducer
-from ddpopt.dynamo.shown import show_planned
+from ddpopt.dynamo.shown import show_buckets
 from ddpopt.errors import UnsupportedError, UsageError, did_you_mean, require_choice
-from ddpopt.graph.artifacts import say
+from ddpopt.graph.artifacts import say, show
 from ddpopt.graph.nodes import CompilerFn
 from ddpopt.graph.state import begins_without_grad
 from ddpopt.inline.inductor import is_inductor
@@ -124,7 +124,7 @@ class DdpoptBackend:
             planned = self._plan(ddp, gm, example_inputs, is_replayed=_ties_addresses(self.compiler, options))
         if planned is None:
             return compiler(gm, example_inputs)
-        show_planned(planned)
+        _show(planned)
         how = Compilation(
             compiler,
             self.compiler,
@@ -202,6 +202,15 @@ class DdpoptBackend:
         elif (waiting := pending(ddp)) is None or waiting.decide != known.joined:
             defer(ddp, known.joined)
         return known
+
+
+def _show(planned: Planned) -> None:
+    """Show a planned graph where ``TORCH_LOGS`` and ``TORCH_TRACE`` ask for it."""
+    plan = planned.plan
+    stays_whole = planned.inline or not plan.cuts
+    how = "stays whole" if stays_whole else f"is cut into {len(plan.segments)} segments"
+    show_buckets(plan, planned.captured.gm, "ddpopt_original_graph", how)
+    show("ddpopt_plan", plan.to_json, "json")
 
 
 def find_compiler(compiler: str | CompilerFn) -> CompilerFn:

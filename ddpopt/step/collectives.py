@@ -142,12 +142,12 @@ def _fill(
         first = min((node for (own, _), node in marked.items() if own == number), default=None)
         for name in missing:
             assert first is not None  # or there would be no plan
-            size, dtype, device = parameters[name].shape, parameters[name].dtype, parameters[name].device
+            parameter = parameters[name]
+            options = {"dtype": parameter.dtype, "device": parameter.device}
             with graph.inserting_before(first):
-                options = {"dtype": dtype, "device": device}
-                zeros = graph.call_function(aten.zeros.default, ([*size],), options)
+                zeros = graph.call_function(aten.zeros.default, ([*parameter.shape],), options)
                 node = graph.call_function(AVERAGE, (zeros, None))
-            zeros.meta["val"] = node.meta["val"] = torch.empty_like(parameters[name], device="meta")
+            node.meta["val"] = torch.empty_like(parameter, device="meta")
             marked[number, name] = node
 
 

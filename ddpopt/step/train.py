@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from ddpopt.ddp.impose import imposed_plan
 from ddpopt.ddp.ready_hooks import users_hooks
 from ddpopt.ddp.state import state_of
+from ddpopt.dynamo.shown import show_buckets
 from ddpopt.errors import CaptureError, DdpoptError, PlanMismatchError, UnsupportedError, UsageError
 from ddpopt.planning.plan import Plan
 from ddpopt.step.collectives import digests
@@ -207,6 +208,8 @@ class TrainStep:
         plans = captured.plans
         self.graphs.append(Graph(captured.gm, plans))
         logger.info("ddpopt: captured a step; buckets: %s", [len(plan.buckets) for plan in plans])
+        for plan in plans:
+            show_buckets(plan, captured.gm, "ddpopt_step_graph", "is a step")
 
         self._compiled_for.update((each.ddp, _read_of(each.ddp)) for each in captured.replicas)
         met = captured.reductions.met()
@@ -217,7 +220,8 @@ class TrainStep:
             if parameter.requires_grad
         ]
 
-        compare, begin_all = weakref.WeakMethod(self._compare), weakref.WeakMethod(self._begin)
+        compare = weakref.WeakMethod(self._compare)
+        begin_all = weakref.WeakMethod(self._begin)
 
         def run(*inputs: Any) -> Any:  # Dynamo keeps it in the globals of the function's module
             ddps: list[Any] = [each.ddp() for each in met]

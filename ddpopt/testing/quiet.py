@@ -23,7 +23,8 @@ class QuietRank:
 
     def __init__(self, config: pytest.Config, rank: int, is_alone: Callable[[], bool]) -> None:
         self._writer = config.get_terminal_writer()
-        self._shown, self._kept = self._writer._file, io.StringIO()  # pytest has no public way to redirect it
+        self._shown = self._writer._file  # pytest has no public way to redirect it
+        self._kept = io.StringIO()
         self._writer._file = self._kept
         self._rank = rank
         self._is_alone = is_alone

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ddpopt.planning.plan import Plan
 from ddpopt.proof.certificate import INVARIANTS
@@ -27,6 +28,14 @@ distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, wo
 for strategy, cap_mb in (("split", 0.01), ("inline", 0.01), ("inline", 25)):
     ddp = DistributedDataParallel(Net(*(nn.Linear(64, 64) for _ in range(3))), bucket_cap_mb=cap_mb)
     torch.compile(ddp, backend=DdpoptBackend("eager", strategy))(torch.randn(2, 64)).sum().backward()
+if torch.__version__ >= "2.13":
+    import ddpopt
+
+    @ddpopt.train_step(backend="eager")
+    def step(x):
+        ddp(x).sum().backward()
+
+    step(torch.randn(2, 64))
 distributed.destroy_process_group()
 """
 SPLIT = "ddpopt_plan optimize_ddp_split_graph segment_0 segment_1 segment_2 ddpopt_proof"
@@ -45,6 +54,7 @@ LINES = [
     "ddpopt: bucket 0: 16640 bytes of float32: 2.bias, 2.weight; 2.weight brings it to 16640 bytes",
     "ddpopt: a graph with 3 buckets stays whole",
     "ddpopt: a graph with 1 bucket stays whole",
+    *(["ddpopt: a graph with 1 bucket is a step"] if torch.__version__ >= "2.13" else []),
 ]
 
 
