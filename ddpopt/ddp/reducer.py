@@ -30,6 +30,8 @@ from ddpopt.ddp.state import state_of
 from ddpopt.planning.plan import Plan
 
 REASON = "part of DDP, not of the model"
+FIRST_REBUILT = 1
+"""The first iteration of DDP's log in which its own reducer has rebuilt its buckets."""
 
 # torch does not mark what torch.distributed re-exports.
 _c10d: Any = dist
@@ -126,6 +128,11 @@ class PlannedReducer(Reducer):
         self._work_handle = None
         return due
 
+    @property
+    def replaces_rebuilt(self) -> bool:
+        """Whether DDP's own reducer would rebuild its buckets."""
+        return self._notes_ready_order
+
     def _should_finalize_after_backward(self) -> bool:
         # torch 2.15 asks this. C++ says yes until it has rebuilt its buckets, so here always.
         ddp: Any = self._ddp()
@@ -158,6 +165,33 @@ class PlannedReducer(Reducer):
         if self._notes_ready_order and self._has_marked:
             self._check_reducer_finalized()
             self._reset_state()
+
+
+class PlannedLogger(_c10d.Logger):  # type: ignore[misc]  # torch does not mark its re-exports
+    """The logger of a reducer that keeps the buckets it was built with.
+
+    Where DDP would rebuild its buckets, its log says so for these, which monitoring reads as those in use.
+    """
+
+    def __init__(self, reducer: PlannedReducer) -> None:
+        super().__init__(reducer)
+        self._reducer = weakref.ref(reducer)
+
+    def _get_ddp_logging_data(self) -> Any:
+        data = super()._get_ddp_logging_data()
+        reducer = self._reducer()
+        numbers = data.ints_map
+        if reducer is not None and reducer.replaces_rebuilt and numbers.get("iteration", 0) >= FIRST_REBUILT:
+            place = {reducer.names[id(each)]: number for number, each in enumerate(reducer.parameters)}
+            buckets = reducer.plan.buckets
+            members = [" ".join(str(place[name]) for name in bucket.params) for bucket in buckets]
+            data.ints_map = {**numbers, "has_rebuilt_buckets": 1}
+            data.strs_map = {
+                **data.strs_map,
+                "rebuilt_bucket_sizes": ", ".join(str(bucket.nbytes) for bucket in buckets),
+                "rebuilt_per_bucket_param_indices": ", ".join(members),
+            }
+        return data
 
 
 @outside_dynamo
@@ -247,7 +281,7 @@ def _reducer_arguments(ddp: Any, plan: Plan, names: Sequence[str]) -> dict[str, 
 
 
 def _logger(ddp: Any) -> Any:
-    logger = _c10d.Logger(ddp.reducer)
+    logger = PlannedLogger(ddp.reducer)
     ddp.reducer.set_logger(logger)
     devices = ddp.device_ids or [], -1 if ddp.output_device is None else ddp.output_device
     syncs_norms = any(isinstance(module, nn.SyncBatchNorm) for module in ddp.module.modules())

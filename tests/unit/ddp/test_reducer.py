@@ -54,6 +54,35 @@ def test_what_ddp_logs_is_the_same_but_for_the_buckets_also_of_what_was_set_afte
     assert ours == theirs
 
 
+@pytest.mark.parametrize("arguments", MODES)
+def test_what_ddp_logs_of_rebuilt_buckets_is_logged_of_the_plans_where_ddp_would_rebuild(
+    arguments: dict[str, Any],
+) -> None:
+    def logged(ddp: Any) -> dict[str, Any]:
+        return {key: value for key, value in ddp._get_ddp_logging_data().items() if "rebuilt" in key}
+
+    eager = towers(**arguments)
+    ours = planned(**arguments)
+    assert logged(ours) == {}
+    for _ in range(4):
+        step(eager)
+        step(ours)
+    theirs, found = logged(eager), logged(ours)
+    assert found.keys() == theirs.keys()
+    if found == theirs:  # DDP keeps its first buckets where it looks for unused parameters
+        assert arguments == MODES[2]
+    else:
+        places = {name: str(place) for place, (name, _) in enumerate(ours.module.named_parameters())}
+        buckets = ours.reducer.plan.buckets
+        assert found == {
+            "has_rebuilt_buckets": theirs["has_rebuilt_buckets"],
+            "rebuilt_bucket_sizes": ", ".join(str(bucket.nbytes) for bucket in buckets),
+            "rebuilt_per_bucket_param_indices": ", ".join(
+                " ".join(places[name] for name in bucket.params) for bucket in buckets
+            ),
+        }
+
+
 def test_every_switch_of_ddp_that_the_reducer_has_is_passed_on_in_every_release() -> None:
     names = {*re.findall(r"(\w+): ", str(c10d.Reducer.__init__.__doc__))}
     switches = names & {*DDP_ARGUMENTS} - {"process_group"}
