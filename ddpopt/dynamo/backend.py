@@ -74,6 +74,11 @@ class DdpoptBackend:
         graphs_key: object = None,
     ) -> None:
         require_supported()
+        if str(strategy) == "step":
+            raise UsageError(
+                "strategy: 'step' takes a whole train step, not a model; decorate the function that takes it "
+                "with ddpopt.train_step"
+            )
         require_choice("strategy", strategy, Strategy)
         require_choice("buckets", buckets, Buckets)
         if fallback is not None:

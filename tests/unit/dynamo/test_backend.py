@@ -662,6 +662,11 @@ def test_without_a_fallback_the_error_names_the_segment() -> None:
         ddpopt.compile(ddp_of(), fallback=cast("Any", "inline"))
 
 
+def test_the_strategy_step_is_no_strategy_for_a_model_and_the_error_says_what_to_call() -> None:
+    with pytest.raises(UsageError, match=r"decorate the function that takes it with ddpopt\.train_step$"):
+        ddpopt.compile(ddp_of(), strategy=cast("Any", "step"))
+
+
 def dynamo_state() -> dict[str, Any]:
     """All settings of Dynamo and AOTAutograd, and what else ddpopt might touch."""
     configs = (torch._dynamo.config, torch._functorch.config)
