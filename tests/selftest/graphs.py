@@ -7,10 +7,10 @@ from unittest.mock import patch
 
 from torch import fx
 
-from ddpopt.dynamo import backend
 from ddpopt.graph.nodes import write_code
 from ddpopt.planning.plan import Plan
 from ddpopt.proof.certificate import certify
+from ddpopt.split import strategy
 from ddpopt.split.partition import partition
 from tests.selftest.sites import Inject, Site, first
 from tests.support.mutants import Edits, calls, is_crossing, recompile
@@ -43,7 +43,7 @@ def cutting(edits: Edits | None, *, certified: bool = True) -> Inject:
                     site.mark()
                 certify(gm, stitched, *more)
 
-        with patch.object(backend, "partition", changed), patch.object(backend, "certify", proved):
+        with patch.object(strategy, "partition", changed), patch.object(strategy, "certify", proved):
             yield
 
     return inject
