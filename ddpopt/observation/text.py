@@ -27,20 +27,17 @@ def text_of(
     Returns:
         Paragraphs and tables, the last without a newline.
     """
-    compiled = f"; Dynamo compiled {len(graphs)} graph{'s' * (len(graphs) != 1)}" if graphs else ""
-    if not iterations:
-        head = paragraph(f"No backward was synchronized{compiled}.")
-    else:
-        times = len(iterations)
-        many = "1 backward was" if times == 1 else f"{times} backwards were"
-        head = paragraph(f"{many} synchronized{compiled}; the buckets of the last:")
-    return "\n\n".join([*_buckets(head, iterations), *_others(collectives, elsewhere)])
+    return "\n\n".join([_buckets(iterations, graphs), *_others(collectives, elsewhere)])
 
 
-def _buckets(head: str, iterations: Sequence[Iteration]) -> Iterator[str]:
+def _buckets(iterations: Sequence[Iteration], graphs: Sequence[str]) -> str:
+    """How many backwards and graphs there were, and the buckets of the last backward."""
+    compiled = f"; Dynamo compiled {_counted(len(graphs), 'graph')}" if graphs else ""
     if not iterations:
-        yield head
-        return
+        return paragraph(f"No backward was synchronized{compiled}.")
+    were = "was" if len(iterations) == 1 else "were"
+    times = _counted(len(iterations), "backward")
+    head = paragraph(f"{times} {were} synchronized{compiled}; the buckets of the last:")
     last = iterations[-1]
     place = {event.bucket: number for number, event in enumerate(last.collectives, 1)}
     rows = [
@@ -48,7 +45,11 @@ def _buckets(head: str, iterations: Sequence[Iteration]) -> Iterator[str]:
         for each in last.buckets
     ]
     columns = [*numbers("bucket", "sent as", "MiB"), Column("dtype"), Column("gradients")]
-    yield f"{head}\n{table(columns, rows)}"
+    return f"{head}\n{table(columns, rows)}"
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def _others(collectives: Iterable[Collective], elsewhere: Iterable[Collective]) -> Iterator[str]:

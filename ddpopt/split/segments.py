@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 import torch
 from torch import fx
-from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 from torch._dynamo.output_graph import GraphCompileReason
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
@@ -72,10 +72,8 @@ def compile_segments(
             try:
                 with own_tracing_context(), _own_floats(segment):
                     compiled[key] = compiler(segment, [_for_backend(value) for value in inputs])
-            except TorchDynamoException:  # which asks Dynamo to trace again, or says that it cannot
-                raise
             except Exception as error:
-                if failed is None:
+                if failed is None or _is_for_dynamo(error):
                     raise
                 failed(number, error)
         delattr(stitched, name)
@@ -87,6 +85,11 @@ def compile_segments(
                 del values[n]
     write_code(stitched)
     return stitched.forward, len(compiled)
+
+
+def _is_for_dynamo(error: Exception) -> bool:
+    """Whether an error asks Dynamo to trace again, or to leave the frame alone: no backend's failure does."""
+    return isinstance(error, TorchDynamoException) and not isinstance(error, BackendCompilerFailed)
 
 
 def _is_outdated(node: fx.Node, values: Mapping[fx.Node, object]) -> bool:

@@ -98,7 +98,8 @@ def _failed(plan: Plan, number: int, error: Exception, *, falls_back: bool) -> N
     held = ", ".join(segment.params[:SHOWN]) or "no parameters"
     more = f", and {left} more" if (left := len(segment.params) - SHOWN) > 0 else ""
     words = f"the backend fails for segment {number} of {len(plan.segments)} ({held}{more})"
-    reason = f"{type(error).__name__}: {error}"
+    cause = getattr(error, "inner_exception", error)  # Inductor wraps what went wrong
+    reason = f"{type(cause).__name__}: {cause}"
     if not falls_back:
         raise SegmentError(f"{words}: {reason}") from error
     say(f"{words}, which runs uncompiled: {reason}", logging.WARNING)

@@ -71,29 +71,35 @@ def plan_step(captured: CapturedStep) -> tuple[Plan, ...]:
 
 
 def _plan(replica: Replica, ready: Sequence[ParamSpec], nodes: tuple[str, ...]) -> Plan:
-    keeps_first = bool(ready) and looks_for_unused(replica.ddp)  # as in DDP, as ranks have other ready orders
-    if keeps_first:
-        ready = specs_from_ddp(replica.ddp)
-    by_name = {spec.name: spec for spec in ready}
-    imposed = imposed_plan(replica.ddp)
-    limits = limits_of(replica.ddp)
-    members: list[tuple[list[ParamSpec], str]] = []
-    if is_joining(replica.ddp):
-        members = [(specs, JOINED) for specs in reducers_buckets(replica.ddp)]
-    elif imposed is None:
-        first = [(places, FIRST) for places in initial_buckets(ready, limits)] if keeps_first else []
-        for places, reason in first or ready_buckets(ready, limits):
-            members.append(([ready[place] for place in places], reason))
-    else:
-        for bucket in imposed.buckets:
-            averaged = [by_name[name] for name in bucket.params if name in by_name]
-            if averaged:
-                members.append((averaged, bucket.reason))
+    members = _members(replica.ddp, ready) if ready else []
     buckets = tuple(Bucket.of(index, specs, 0, reason) for index, (specs, reason) in enumerate(members))
-    segment = Segment(0, 0, nodes, tuple(by_name), tuple(range(len(buckets))))
+    sent = {name: None for bucket in buckets for name in bucket.params}
+    segment = Segment(0, 0, nodes, tuple(sent), tuple(range(len(buckets))))
     trained = [name for name, each in replica.ddp.module.named_parameters() if each.requires_grad]
-    unread = tuple(name for name in trained if name not in by_name)
+    unread = tuple(name for name in trained if name not in sent)
     return Plan(buckets, (segment,), (), unread, group=group_name(replica.ddp.process_group))
+
+
+def _members(ddp: Any, ready: Sequence[ParamSpec]) -> list[tuple[list[ParamSpec], str]]:
+    """The parameters of each bucket, and why it ends there; `ready` are those that are averaged."""
+    if is_joining(ddp):
+        return [(specs, JOINED) for specs in reducers_buckets(ddp)]
+    looks = looks_for_unused(ddp)
+    sent = specs_from_ddp(ddp) if looks else ready  # DDP then sends zeros for the others
+    imposed = imposed_plan(ddp)
+    if imposed is not None:
+        by_name = {spec.name: spec for spec in sent}
+        found = [
+            ([by_name[name] for name in bucket.params if name in by_name], bucket.reason)
+            for bucket in imposed.buckets
+        ]
+        return [(specs, reason) for specs, reason in found if specs]
+    limits = limits_of(ddp)
+    if looks:  # each rank has another ready order, so DDP keeps its first buckets
+        placed = [(places, FIRST) for places in initial_buckets(sent, limits)]
+    else:
+        placed = ready_buckets(sent, limits)
+    return [([sent[place] for place in places], reason) for places, reason in placed]
 
 
 def insert_collectives(captured: CapturedStep, plans: Sequence[Plan], fusion: Fusion) -> None:
@@ -109,7 +115,7 @@ def insert_collectives(captured: CapturedStep, plans: Sequence[Plan], fusion: Fu
     for node in graph.find_nodes(op="call_function", target=AVERAGE):
         averaged = captured.slots[node.args[1]]
         marked[captured.replicas.index(averaged.replica), averaged.spec.name] = node
-    _fill(graph, captured.replicas, plans, marked)
+    _mark_unused(graph, captured.replicas, plans, marked)
     for number, plan in enumerate(plans):
         prefix = "" if len(plans) == 1 else f"module_{number}_"
         ddp: Any = captured.replicas[number].ddp
@@ -129,7 +135,7 @@ def insert_collectives(captured: CapturedStep, plans: Sequence[Plan], fusion: Fu
     captured.gm.recompile()
 
 
-def _fill(
+def _mark_unused(
     graph: fx.Graph,
     replicas: Sequence[Replica],
     plans: Sequence[Plan],

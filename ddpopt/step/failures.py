@@ -32,7 +32,7 @@ from ddpopt.planning.plan import Plan
 from ddpopt.step import tracing
 from ddpopt.step.joining import is_joining
 from ddpopt.step.settings import WHAT
-from ddpopt.step.unused import Names, UsedElsewhereError, candidates, decoded, encoded, is_captured_for
+from ddpopt.step.unused import Names, UsedElsewhereError, candidates, decoded, encoded
 
 FOLDERS = [os.path.dirname(module.__file__ or "") + os.sep for module in (torch, contextlib, ddpopt.errors)]
 FROM_DYNAMO = (TorchDynamoException, FailOnRecompileLimitHit)
@@ -116,7 +116,7 @@ class OwnStep:
         ddps: the DDP modules.
         keys: a digest of the step's collectives on each process group; none if there is a problem.
         plans: the plan of each module; none if there is a problem.
-        used: the names of the parameters that this rank uses in each module.
+        used: the names of the parameters that this rank uses, by module.
         averaged: the names of those that it averages.
         problem: why this rank has no plans.
     """
@@ -124,8 +124,8 @@ class OwnStep:
     ddps: Sequence[Any]
     keys: Mapping[str, int] = field(default_factory=dict)
     plans: Sequence[Plan] = ()
-    used: Sequence[Names] = ()
-    averaged: Sequence[Names] = ()
+    used: Mapping[Any, Names] = field(default_factory=dict)
+    averaged: Mapping[Any, Names] = field(default_factory=dict)
     problem: Exception | None = None
 
 
@@ -153,21 +153,20 @@ def compare_steps(own: OwnStep, asked: set[str]) -> None:
         groups.setdefault(ddp.process_group.group_name, []).append(place)
     for group, places in groups.items():
         ddps = [own.ddps[place] for place in places]
-        plans = [own.plans[place] for place in places] if own.plans else []
         key = own.keys.get(group, 0)
-        looked_for = sum(len(candidates(ddp)) for ddp in ddps)
-        most, least, most_looked_for, least_looked_for = _extremes(ddps[0], key, looked_for)
+        looked_for = candidates(ddps)
+        most, least, most_looked_for, least_looked_for = _extremes(ddps[0], key, len(looked_for))
         all_look = most_looked_for == least_looked_for > 0
         if all_look and least and group not in asked:  # no rank has failed
-            bits = encoded(ddps, [own.used[place] for place in places]).to(ddps[0].device)
-            _reduce(ddps[0], bits)
-            used = decoded(ddps, bits)
-            averaged = [own.averaged[place] for place in places]
-            if most != least or not is_captured_for(used, ddps, averaged):
+            numbers = encoded(looked_for, own.used).to(ddps[0].device)
+            _reduce(ddps[0], numbers)
+            used = decoded(looked_for, numbers)
+            if most != least or any(names != own.averaged[ddp] for ddp, names in used.items()):
                 asked.add(group)
                 raise UsedElsewhereError(used)
         if most != least:
-            _raise_difference(ddps[0].process_group, plans[-1] if plans else None, own.problem)
+            plan = own.plans[places[-1]] if own.plans else None
+            _raise_difference(ddps[0].process_group, plan, own.problem)
     if own.problem is not None:
         raise own.problem
 

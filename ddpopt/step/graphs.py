@@ -175,7 +175,7 @@ def _mark(graph: fx.Graph, averaged_by: Sequence[Sequence[Averaged]]) -> tuple[A
     for node in graph.find_nodes(op="call_function", target=NUMBERED):
         numbered.setdefault(node.args[1], []).append(node)
     pairs = [(begin, end) for begin, end in numbered.values()]
-    _fill_first(graph, [begin.args[0] for (begin, _), by in zip(pairs, averaged_by, strict=True) if by])
+    _zeros_first(graph, [begin.args[0] for (begin, _), by in zip(pairs, averaged_by, strict=True) if by])
     order = {node: place for place, node in enumerate(graph.nodes)}
     holding = by_storage(graph.nodes)
     # these may share a storage, but no memory
@@ -204,7 +204,7 @@ def _mark(graph: fx.Graph, averaged_by: Sequence[Sequence[Averaged]]) -> tuple[A
     return tuple(slots)
 
 
-def _fill_first(graph: fx.Graph, averaged: Sequence[Any]) -> None:
+def _zeros_first(graph: fx.Graph, averaged: Sequence[Any]) -> None:
     """Make zeros of gradients that only other ranks have, before the first gradient of this one is ready.
 
     Args:

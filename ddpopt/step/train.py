@@ -122,7 +122,7 @@ class TrainStep:
                 return self._attempt(args, kwargs)
             except UsedElsewhereError as error:  # nothing has run
                 self._seen.used_somewhere.update(error.used)
-            except RebuiltError:  # what goes before the graph is sent
+            except RebuiltError:  # what goes before the graph has been sent
                 continue
 
     def _compare(self, own: OwnStep) -> None:
@@ -230,7 +230,9 @@ class TrainStep:
             require_no_node_hooks(asked)
             for each in met:
                 each.require_nothing_left()
-            own = OwnStep(ddps, keys, plans, [each.here for each in met], [each.reduced for each in met])
+            used = {ddp: each.here for ddp, each in zip(ddps, met, strict=True)}
+            averaged = {ddp: each.reduced for ddp, each in zip(ddps, met, strict=True)}
+            own = OwnStep(ddps, keys, plans, used, averaged)
             called(compare)(own)
             joining = [ddp for ddp in ddps if is_joining(ddp)]
             called(begin_all)(joining)

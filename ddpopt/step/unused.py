@@ -109,38 +109,31 @@ def reached_from(outputs: Iterable[Tensor]) -> set[int]:
     return leaves
 
 
-def candidates(ddp: Any) -> list[str]:
-    """The parameters of a module that it looks for in each backward; none if it does not."""
-    if not looks_for_unused(ddp):
-        return []
-    return [name for name, each in ddp.module.named_parameters() if each.requires_grad]
+def candidates(ddps: Iterable[Any]) -> list[tuple[Any, str]]:
+    """The parameters of those modules that look in each backward for what is used, with their module."""
+    return [
+        (ddp, name)
+        for ddp in ddps
+        if looks_for_unused(ddp)
+        for name, parameter in ddp.module.named_parameters()
+        if parameter.requires_grad
+    ]
 
 
-def encoded(ddps: Sequence[Any], used: Sequence[Names]) -> Tensor:
-    """The use of parameters as numbers, of which the maximum over ranks says what any rank uses.
-
-    Args:
-        ddps: the DDP modules.
-        used: the names of the parameters that this rank uses in each.
-    """
-    bits = [int(name in own) for ddp, own in zip(ddps, used, strict=True) for name in candidates(ddp)]
-    return torch.tensor(bits, dtype=torch.int32)
-
-
-def decoded(ddps: Sequence[Any], bits: Tensor) -> dict[Any, Names]:
-    """The names of the parameters that at least one rank uses, for each module that looks for them."""
-    flags = iter(bits.tolist())
-    looking = [(ddp, names) for ddp in ddps if (names := candidates(ddp))]
-    return {ddp: frozenset([name for name in names if next(flags)]) for ddp, names in looking}
-
-
-def is_captured_for(used: Mapping[Any, Names], ddps: Sequence[Any], averaged: Sequence[Names]) -> bool:
-    """Whether a graph averages what any rank uses, where modules look for that.
+def encoded(looked_for: Sequence[tuple[Any, str]], used: Mapping[Any, Names]) -> Tensor:
+    """A number for each parameter, of which the maximum over ranks says whether any rank uses it.
 
     Args:
-        used: the names of what any rank uses, of such modules.
-        ddps: the modules of the graph.
-        averaged: the names of what it averages, for each of them.
+        looked_for: what `candidates` returned.
+        used: the names of the parameters that this rank uses, by module.
     """
-    of_module = dict(zip(ddps, averaged, strict=True))
-    return all(names == of_module[ddp] for ddp, names in used.items())
+    return torch.tensor([int(name in used[ddp]) for ddp, name in looked_for], dtype=torch.int32)
+
+
+def decoded(looked_for: Sequence[tuple[Any, str]], numbers: Tensor) -> dict[Any, Names]:
+    """The names of the parameters that at least one rank uses, by module."""
+    found: dict[Any, set[str]] = {ddp: set() for ddp, _ in looked_for}
+    for (ddp, name), number in zip(looked_for, numbers.tolist(), strict=True):
+        if number:
+            found[ddp].add(name)
+    return {ddp: frozenset(names) for ddp, names in found.items()}

@@ -81,7 +81,7 @@ def kept(model: Any, optimizer: Any, x: Tensor) -> Any:
 
 
 def added(model: Any, optimizer: Any, x: Tensor) -> Any:
-    """Gradients of the step before are still there in every other step."""
+    """The gradients of all steps add up."""
     model(x).square().mean().backward()
     gradients = [None if each.grad is None else each.grad.clone() for each in model.parameters()]
     optimizer.step()

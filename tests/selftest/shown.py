@@ -121,7 +121,11 @@ class Kept:
         """Return the first value, or its memory under another name."""
         if self._first is None:
             self._first = value.clone()
-        return self._first.clone() if self._copies else self._first.copy_(value).view(value.shape)
+        if self._copies:
+            return self._first.clone()
+        if value.shape != self._first.shape:  # of a smaller batch
+            return value
+        return self._first.copy_(value).view(value.shape)
 
 
 def given(trainer: Trainer, act: Callable[[Tensor, Tensor], object]) -> None:

@@ -85,8 +85,9 @@ def planned(evidence: RunEvidence) -> Broken:
     # under join() a step sends DDP's own buckets, which the reducer rebuilds after the first
     is_step = any(graph.startswith(WHOLE) for graph in got.graphs)
     rebuilds = is_step and not evidence.option.sends_as_usual
-    followed = [*enumerate(got.iterations)][-1 if rebuilds else 0 :]
-    for index, iteration in followed:
+    for index, iteration in enumerate(got.iterations):
+        if rebuilds and iteration is not got.iterations[-1]:
+            continue
         seen = [bucket.params for bucket in iteration.buckets]
         if [frozenset(params) for params in seen] != [frozenset(params) for params in planned]:
             yield Break(f"backward {index}: the reducer has buckets {seen}, the plan {planned}")

@@ -3,7 +3,7 @@
 The option's function runs twice: first to learn which parts of the batch it takes, in which order; then as
 the function that ``ddpopt.train_step`` captures, on these parts.
 
-Invariant: the parts are made as in a step that is not captured, and draw from the same random numbers.
+Invariant: the parts are those of a step that is not captured, and so are the random numbers that it draws.
 """
 
 import contextlib

@@ -147,7 +147,7 @@ def test_ranks_may_use_different_parameters_where_ddp_looks_for_them() -> None:
     assert simulated("a branch on the rank", "ddpopt-split", ODD_ONE + 1, **UNUSED).status is Status.OK
 
 
-def test_a_step_is_no_other_in_an_evaluation_of_each_rank() -> None:
+def test_a_rank_evaluates_from_what_its_own_last_step_left() -> None:
     subject = Subject(CASES[2], option("default"), 2, CPU)  # whose buffers are broadcast
     trial = simulate(subject, mode("ddpopt-step"), "eager", 3)
     assert (trial.status, trial.findings) == (Status.BROKEN, ())  # what is broadcast in a graph is not known

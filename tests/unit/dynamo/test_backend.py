@@ -22,6 +22,7 @@ from torch._dynamo.backends import distributed
 from torch._dynamo.backends.distributed import DDPOptimizer
 from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.exc import InvalidBackend
+from torch._inductor.graph import GraphLowering
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -623,12 +624,19 @@ class FailingOnce:
     def __call__(self, gm: fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
         self.calls += 1
         if self.calls == 2:
-            for node in gm.graph.find_nodes(op="call_function", target=torch.relu):
-                node.target = torch.neg
+            (activation,) = gm.graph.find_nodes(op="call_function", target=nn.functional.relu)
+            activation.target = nn.functional.silu
             gm.recompile()
             raise RuntimeError("no such operator")
         self.compiled += 1
         return cast("Callable[..., Any]", lookup_backend("aot_eager")(gm, [*example_inputs]))
+
+
+def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The warnings of ddpopt."""
+    return [
+        each.getMessage() for each in caplog.records if (each.name, each.levelname) == ("ddpopt", "WARNING")
+    ]
 
 
 def unlike_layers() -> nn.Module:
@@ -646,11 +654,37 @@ def test_a_segment_for_which_the_backend_fails_runs_uncompiled_and_is_named_once
     compiled = ddpopt.compile(ddp, backend=failing, strategy="split")
     assert_trains_as_eager(compiled, ddp, eager, steps=2)
     assert (failing.calls, failing.compiled) == (4, 3)
-    (warning,) = [each for each in caplog.records if each.levelname == "WARNING"]
-    assert warning.getMessage() == (
+    (warning,) = warned(caplog)
+    assert warning == (
         "ddpopt: the backend fails for segment 1 of 4 (2.weight, 2.bias), which runs uncompiled: "
         "RuntimeError: no such operator"
     )
+
+
+def test_a_segment_for_which_inductor_fails_runs_uncompiled(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    say_once.cache_clear()
+    lowered: list[Any] = []
+    lower = GraphLowering.run
+
+    def failing(graph: Any, *inputs: Any) -> Any:
+        if not graph.is_backward:
+            lowered.append(graph)
+        if len(lowered) == 2 and not graph.is_backward:
+            raise RuntimeError("no such lowering")
+        return lower(graph, *inputs)
+
+    monkeypatch.setattr(GraphLowering, "run", failing)
+    ddp, eager = ddp_of(unlike_layers), ddp_of(unlike_layers)
+    uncached = torch._functorch.config.patch(enable_autograd_cache=False)
+    with uncached, torch._inductor.config.patch(fx_graph_cache=False):
+        compiled = ddpopt.compile(ddp, backend="inductor", strategy="split")
+        torch.testing.assert_close(step(compiled, ddp, rows()), step(eager, eager, rows()))
+    assert len(lowered) == 4
+    (warning,) = warned(caplog)
+    assert warning.startswith("ddpopt: the backend fails for segment 1 of 4 (2.weight, 2.bias), which runs")
+    assert warning.partition("uncompiled: ")[2].startswith("RuntimeError: no such lowering")
 
 
 def test_without_a_fallback_the_error_names_the_segment() -> None:
