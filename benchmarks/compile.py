@@ -69,8 +69,8 @@ ASKED_SPLIT = 4.0
 ASKED_AT = 24
 ASKED_INLINE = 1.05
 ASKED_GROWTH = 1.25
-Kind = Literal["uncached", "cold"]
-KINDS: tuple[Kind, ...] = ("uncached", "cold")
+Caching = Literal["uncached", "cold"]
+KINDS: tuple[Caching, ...] = ("uncached", "cold")
 LIMIT_S = 3600
 LAST_LINES = 30
 
@@ -97,11 +97,11 @@ class Starts:
         """The largest number of graphs that a warm start compiled."""
         return max(start.compiled or 0 for start in self.warm)
 
-    def of(self, kind: Kind) -> tuple[Start, ...]:
+    def of(self, kind: Caching) -> tuple[Start, ...]:
         """The uncached or the cold starts."""
         return self.uncached if kind == "uncached" else self.cold
 
-    def seconds(self, kind: Kind) -> float:
+    def seconds(self, kind: Caching) -> float:
         """The fastest start of a kind, in processor seconds."""
         return min(start.cpu_s for start in self.of(kind))
 
@@ -213,7 +213,7 @@ def _together(places: Mapping[Setting, int], *, cached: bool) -> dict[Setting, l
     return found
 
 
-def ratios(figures: Figures, setting: Setting, mode: str, kind: Kind) -> list[float]:
+def ratios(figures: Figures, setting: Setting, mode: str, kind: Caching) -> list[float]:
     """The cost of a start as a ratio to another mode's, by round; empty if that was not measured."""
     other = figures.get(Setting(setting.model, setting.layers, mode))
     if other is None or setting not in figures:
@@ -222,7 +222,7 @@ def ratios(figures: Figures, setting: Setting, mode: str, kind: Kind) -> list[fl
     return [ours.cpu_s / theirs.cpu_s for ours, theirs in both]
 
 
-def ratio(figures: Figures, setting: Setting, mode: str, kind: Kind) -> float | None:
+def ratio(figures: Figures, setting: Setting, mode: str, kind: Caching) -> float | None:
     """The median of `ratios`; None if there are none."""
     rounds = ratios(figures, setting, mode, kind)
     return statistics.median(rounds) if rounds else None
@@ -253,13 +253,13 @@ def _claims(figures: Figures) -> Iterator[Claim]:
         yield at_most(where, what, found, ASKED_GROWTH, spread=spread, limit=1.0)
 
 
-def _ratio(figures: Figures, setting: Setting, mode: str, kind: Kind) -> tuple[float | None, Ends]:
+def _ratio(figures: Figures, setting: Setting, mode: str, kind: Caching) -> tuple[float | None, Ends]:
     """The ratio of a kind of start to another mode's, with the lowest and highest over all rounds."""
     rounds = ratios(figures, setting, mode, kind)
     return ratio(figures, setting, mode, kind), ends(rounds)
 
 
-def _growth(figures: Figures, deep: Setting, half: Setting, kind: Kind) -> tuple[float | None, Ends]:
+def _growth(figures: Figures, deep: Setting, half: Setting, kind: Caching) -> tuple[float | None, Ends]:
     """The ratio of the fastest starts at two depths, with the lowest and highest ratio over all rounds."""
     if deep not in figures or half not in figures:
         return None, None
@@ -295,7 +295,7 @@ def section(figures: Figures, facts: Mapping[str, str]) -> Section:
     return Section("compile", facts, tuple(_claims(figures)), (Grid(title, columns, rows),))
 
 
-def _cells(figures: Figures, setting: Setting, kind: Kind) -> tuple[str, ...]:
+def _cells(figures: Figures, setting: Setting, kind: Caching) -> tuple[str, ...]:
     others = (ratio(figures, setting, mode, kind) for mode in (TORCH, WHOLE))
     return _seconds(figures[setting].of(kind)), *map(number, others)
 

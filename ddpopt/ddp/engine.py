@@ -89,7 +89,8 @@ def running_backward() -> Backward | None:
             return latest
     for frame in _engine_calls():
         # (outputs, (gradients, retain_graph, create_graph, …)), as torch.autograd passes them
-        outputs, options = frame.f_locals["t_outputs"], frame.f_locals["args"]
+        outputs = frame.f_locals["t_outputs"]
+        options = frame.f_locals["args"]
         roots = [get_gradient_edge(o).node if isinstance(o, torch.Tensor) else o.node for o in outputs]
         if len(options) > 2 and all(map(_takes_part, roots)):
             found = Backward(task, bool(options[2]), _senders_to_leaves(roots))

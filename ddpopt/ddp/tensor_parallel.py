@@ -70,7 +70,7 @@ def _reading(name: str, spec: Any) -> Callable[[Any], Any]:
     from torch.distributed.tensor import DTensor  # heavy, and needed only here
 
     def read(part: Any) -> Any:
-        local, where = part._parameters[name], (spec.mesh, spec.placements)
-        return DTensor.from_local(local, *where, shape=spec.shape, stride=spec.stride)
+        local = part._parameters[name]
+        return DTensor.from_local(local, spec.mesh, spec.placements, shape=spec.shape, stride=spec.stride)
 
     return read

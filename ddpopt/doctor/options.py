@@ -37,7 +37,8 @@ def option_findings(model: nn.Module, buckets: int | None) -> Iterator[Advice]:
 
 
 def _one_bucket(sizes: list[int]) -> Advice:
-    total, largest = sum(sizes), max(sizes)
+    total = sum(sizes)
+    largest = max(sizes)
     what = (
         f"All gradients, {mib(total)} MiB, are one bucket: its all-reduce starts when the last of them is "
         "ready."

@@ -41,14 +41,14 @@ WITH_TENSORS: Mapping[str, Callable[..., Tensor]] = {
 """Operators of which no overload takes tensors for all numbers."""
 
 
-def numbers_as_tensors(gm: fx.GraphModule) -> None:
+def numbers_as_tensors(graph: fx.Graph) -> None:
     """Read no number from a tensor: use the tensor itself.
 
     Args:
-        gm: the graph, which is changed; ``meta["val"]`` of its nodes has what they return.
+        graph: the graph, which is changed; ``meta["val"]`` of its nodes has what they return.
     """
     numbers: dict[fx.Node, None] = {}
-    for node in gm.graph.nodes:
+    for node in graph.nodes:
         if node.target == aten._local_scalar_dense.default:
             node.target = aten.amax.default
             node.meta = {}  # of one element, which may be written to later
@@ -64,7 +64,6 @@ def numbers_as_tensors(gm: fx.GraphModule) -> None:
                 dtype = tree_map_only(Tensor, lambda each: each.dtype, value)
                 node.args = (node.target, dtype, *node.args)
                 node.target = with_tensors
-    gm.recompile()
 
 
 def with_tensors(target: Any, dtype: Any, /, *args: Any, **kwargs: Any) -> Any:

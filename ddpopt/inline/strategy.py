@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from ddpopt.inline.compile import compile_inline, lendable, together
-from ddpopt.inline.inductor import in_order, is_inductor
+from ddpopt.inline.inductor import in_order
 from ddpopt.inline.order_in_calls import ordered_within_calls
 from ddpopt.inline.why_not import why_not_inline
 from ddpopt.strategies.protocol import Captured, Compilation, Decide, Planned, compile_whole
@@ -48,5 +48,5 @@ class Inline:
         ]
         groups = together(lent, facts, plan.buckets) if settled else [[node] for node in lent]
         logger.info("ddpopt: %d buckets, one graph", len(plan.buckets))
-        compiler = in_order(how.compiler) if is_inductor(how.backend) else how.compiler
+        compiler = in_order(how.compiler, how.backend)
         return compile_inline(captured.gm, captured.example_inputs, groups, facts.late, compiler)

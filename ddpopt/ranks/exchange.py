@@ -94,7 +94,8 @@ class Exchange:
         pause_s = FIRST_POLL_S
         while not self._store.check(list(keys)):
             # Checked before the keys: a rank that leaves in between may have written its value first.
-            left, late = self._store.check([LEFT]), time.monotonic() > deadline
+            left = self._store.check([LEFT])
+            late = time.monotonic() > deadline
             missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
             if missing and (left or late):
                 why = f"no value arrived within {limit_s:g} s"

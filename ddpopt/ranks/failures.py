@@ -15,7 +15,7 @@ from ddpopt.errors import InfrastructureError, numbered
 from ddpopt.hang.diagnosis import described, diagnose
 from ddpopt.hang.flights import Flight
 
-Kind = Literal["raised", "died", "stalled", "ended"]
+FailureKind = Literal["raised", "died", "stalled", "ended"]
 
 SHOWN_STACK_LINES = 40
 SHOWN_LINES_OF_OTHERS = 8
@@ -71,7 +71,7 @@ class RankFailure:
     """
 
     rank: int
-    kind: Kind
+    kind: FailureKind
     what: str
     exit_code: int | None = None
     signal: str = ""

@@ -270,6 +270,7 @@ def _view(limits: Limits, send: Callable[[object], None], timeout_s: float) -> R
     if backend == "undefined" or ":" in backend:  # one for each device type
         backend = "nccl" if on_gpu else "gloo"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    size = dist.get_world_size()
     exchange = Exchange(_get_default_store(), rank, size, timeout_s)
     return Ranks(rank, size, device, backend, exchange, limits, send)

@@ -29,9 +29,9 @@ from ddpopt.errors import InfrastructureError, UsageError
 from ddpopt.hang.flights import PREFIX, Flight, read
 from ddpopt.ranks.black_box import MARGIN_S
 from ddpopt.ranks.environment import environment_of_no_rank
-from ddpopt.ranks.failures import Kind, RankFailure, RanksFailed
+from ddpopt.ranks.failures import FailureKind, RankFailure, RanksFailed
 from ddpopt.ranks.marked import end_marked, guarded
-from ddpopt.ranks.process import ASKED, Host, Task, pickled, serve_in_groups
+from ddpopt.ranks.process import ASKED, Host, PickledCall, pickled, serve_in_groups
 
 Value = TypeVar("Value")
 OnEvent = Callable[[object], None]
@@ -256,7 +256,7 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
         """The failure of a rank that ended without a value."""
         code = rank.process.poll()
         stacks = rank.stacks.read_text(errors="replace") if rank.stacks.exists() else ""
-        kind: Kind = "died"
+        kind: FailureKind = "died"
         if rank.error:
             kind = "raised"
             code = None
@@ -313,7 +313,7 @@ class _Rank:
         self.doing = "starting"
         self.value: bytes | None = None
 
-    def begin(self, task: Task) -> None:
+    def begin(self, task: PickledCall) -> None:
         """Start a task on this rank."""
         self.record.unlink(missing_ok=True)
         self.value = None

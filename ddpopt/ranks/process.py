@@ -32,7 +32,7 @@ COLLECTIVE_SHARE = 0.8
 ASKED = "asked"
 """With the number of a task, the name of the file with which the pool asks for records."""
 
-Task = tuple[str, float]
+PickledCall = tuple[str, float]
 """The name of a file with a pickled function and its arguments, and the deadline by ``time.monotonic()``."""
 Host = Callable[["RankProcess"], None]
 

@@ -7,6 +7,7 @@ It generates code for numbers in a graph only where they are sizes, so changing 
 Invariant: settings of torch are changed only while a backend compiles, and are then as before.
 """
 
+import contextlib
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,15 +16,19 @@ from unittest.mock import patch
 import torch
 from torch import fx
 from torch._inductor import config
-from torch._inductor.custom_graph_pass import get_custom_graph_passes
+from torch._inductor.custom_graph_pass import (
+    CustomGraphPass,
+    get_custom_graph_passes,
+    get_hash_for_files,
+)
 from torch._inductor.virtualized import V
 from torch.fx.passes import _tensorify_python_scalars
 
-from ddpopt.dynamo.backend import configured, find_compiler
+from ddpopt.dynamo.backend import find_compiler
 from ddpopt.graph import numbers
 from ddpopt.graph.effects import written_storages
 from ddpopt.graph.nodes import CompilerFn, body_nodes, storages
-from ddpopt.inline.inductor import is_inductor
+from ddpopt.inline.inductor import may_call_inductor
 from ddpopt.step.schedule import Schedule, Sections
 
 MOVING: dict[str, Any] = {
@@ -57,21 +62,40 @@ def compile_step(gm: fx.GraphModule, inputs: Sequence[Any], backend: str | Compi
     """
     compiler = find_compiler(backend)
     _relax_views(gm)
-    if is_inductor(compiler):
-        # the code of traced functions is part of the key under which Inductor keeps traces on disk
-        traced = {"ddpopt.graph.numbers.with_tensors": inspect.getsource(numbers)}
-        passes = get_custom_graph_passes(config.post_grad_custom_post_pass)
-        in_order = {
-            **_passes_off(),
-            "post_grad_custom_post_pass": [*passes, Schedule()],
-            "unsafe_marked_cacheable_functions": {**config.unsafe_marked_cacheable_functions, **traced},
-        }
-        compiler = configured(compiler, options=in_order)
-        numbers.numbers_as_tensors(gm)
     # it would take the numbers for constants
     kept = patch.object(_tensorify_python_scalars, "_is_tensorify_enabled", lambda: False)
-    with kept, V.set_choices_handler(Sections()), torch.no_grad():
+    with kept, _settings(compiler), V.set_choices_handler(Sections()), torch.no_grad():
         return compiler(gm, [*inputs])
+
+
+def _settings(compiler: CompilerFn) -> contextlib.AbstractContextManager[None]:
+    """Settings under which Inductor, if a backend calls it, compiles a step."""
+    if not may_call_inductor(compiler):
+        return contextlib.nullcontext()
+    # the code of traced functions is part of the key under which Inductor keeps traces on disk
+    traced = {"ddpopt.graph.numbers.with_tensors": inspect.getsource(numbers)}
+    first = get_custom_graph_passes(config.pre_grad_custom_pass)
+    last = get_custom_graph_passes(config.post_grad_custom_post_pass)
+    settings: dict[str, Any] = {
+        **_passes_off(),
+        "pre_grad_custom_pass": [*first, NumbersAsTensors()],
+        "post_grad_custom_post_pass": [*last, Schedule()],
+        "unsafe_marked_cacheable_functions": {**config.unsafe_marked_cacheable_functions, **traced},
+    }
+    patched: contextlib.AbstractContextManager[None] = config.patch(settings)
+    return patched
+
+
+class NumbersAsTensors(CustomGraphPass):
+    """Reads no number from a tensor; a pass of Inductor, which other backends do not run."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Use tensors for the numbers of a graph."""
+        numbers.numbers_as_tensors(graph)
+
+    def uuid(self) -> Any:
+        """A hash of the code that the graph depends on."""
+        return get_hash_for_files((numbers.__file__,))
 
 
 def _passes_off() -> dict[str, Any]:

@@ -59,7 +59,8 @@ def reported(name: str) -> Iterator[None]:
     except Exception as error:
         if not (isinstance(error, FROM_DYNAMO) or hasattr(error, "real_stack")):
             raise
-        own, where = _own(error, handled), _where(error)
+        own = _own(error, handled)
+        where = _where(error)
         if own is not None:
             raise type(own)(f"{own}. {where.rstrip(': ')}" if where else str(own)) from error
         if isinstance(error, BackendCompilerFailed):

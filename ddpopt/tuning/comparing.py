@@ -31,7 +31,7 @@ from ddpopt.planning.plan import Plan
 from ddpopt.ranks.group import Ranks
 from ddpopt.tuning.measure_link import measure_link
 from ddpopt.tuning.observed import record
-from ddpopt.tuning.recording import Course, Value, Watch, require_profilable, slowest
+from ddpopt.tuning.recording import Procedure, Value, Watch, require_profilable, slowest
 from ddpopt.tuning.records import LARGEST, Link, Profile, ms
 from ddpopt.tuning.simulate import Timeline, calibrated, simulate
 from ddpopt.tuning.tune import plan_of, tune
@@ -317,11 +317,11 @@ class _Trainee:
             self._ddp = compile(self._ddp, strategy=strategy, buckets="open")
         self._optimizer = torch.optim.SGD(self._ddp.parameters(), lr=1e-4)
 
-    def run(self, course: Course[Value]) -> Value:
-        """Run a course with steps of this training."""
+    def run(self, procedure: Procedure[Value]) -> Value:
+        """Run a procedure with steps of this training."""
         while True:
             try:
-                next(course)
+                next(procedure)
             except StopIteration as ended:
                 return cast("Value", ended.value)
             self.step()

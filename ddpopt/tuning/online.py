@@ -23,7 +23,7 @@ from ddpopt.graph.artifacts import say_once
 from ddpopt.planning.limits import MIB
 from ddpopt.planning.plan import Plan
 from ddpopt.tuning.measure_link import measure_link
-from ddpopt.tuning.recording import Course, Watch, require_profilable
+from ddpopt.tuning.recording import Procedure, Watch, require_profilable
 from ddpopt.tuning.records import ms
 from ddpopt.tuning.simulate import simulate
 from ddpopt.tuning.tune import tune
@@ -53,57 +53,57 @@ def tune_while_training(ddp: Any, strategy: str) -> None:
     if state.tuning is not None and state.tuning() is not None:
         return
     try:
-        course = _tuned(Watch(ddp), strategy)
+        procedure = _tuned(Watch(ddp), strategy)
     except UnsupportedError as error:
         say_once(f"nothing is tuned: {error}", logging.INFO)
         return
-    tuning = _Tuning(ddp, course)
+    tuning = _Tuning(ddp, procedure)
     state.tuning = weakref.ref(tuning)
     watch(ddp, tuning)
 
 
 class _Tuning:
-    """Advances a course at the first synchronized forward after each reduction, however DDP is called."""
+    """Advances a procedure at the first synchronized forward after each reduction, however DDP is called."""
 
-    def __init__(self, ddp: Any, course: Course[None]) -> None:
+    def __init__(self, ddp: Any, procedure: Procedure[None]) -> None:
         self._ddp = weakref.ref(ddp)
-        self._course: Course[None] | None = course
+        self._procedure: Procedure[None] | None = procedure
         self._stats: list[int] = []
 
     def called(self, name: str) -> None:
-        """See from a call of the module's logger what begins; an error ends the course."""
+        """See from a call of the module's logger what begins; an error ends the procedure."""
         ddp: Any = self._ddp()
-        course = self._course
-        if course is None or pending(ddp):
+        procedure = self._procedure
+        if procedure is None or pending(ddp):
             return
         if name == FORWARD_BEGINS:
             stats = ddp.reducer.get_backward_stats()
             if any(stats) and stats != self._stats:
-                self._advance(ddp, course)
+                self._advance(ddp, procedure)
             else:
                 self._stats = stats
         elif name in (JOIN_BEGINS, HOOK_REGISTERED) and self._stats:
-            self._end(course, "join() was entered, or a communication hook was registered")
+            self._end(procedure, "join() was entered, or a communication hook was registered")
 
-    def _advance(self, ddp: Any, course: Course[None]) -> None:
-        self._course = None  # what the course calls itself does not advance it
+    def _advance(self, ddp: Any, procedure: Procedure[None]) -> None:
+        self._procedure = None  # what the procedure calls itself does not advance it
         try:
-            next(course)
+            next(procedure)
         except StopIteration:
             return
         except (*REFUSALS, InfrastructureError) as error:
-            self._end(course, error)
+            self._end(procedure, error)
             return
-        self._course = course
+        self._procedure = procedure
         self._stats = ddp.reducer.get_backward_stats()
 
-    def _end(self, course: Course[None], why: object) -> None:
-        self._course = None
+    def _end(self, procedure: Procedure[None], why: object) -> None:
+        self._procedure = None
         logger.info("ddpopt: nothing more is tuned: %s", why)
-        course.close()  # it gives the former buckets back
+        procedure.close()  # it gives the former buckets back
 
 
-def _tuned(watch: Watch, strategy: str) -> Course[None]:
+def _tuned(watch: Watch, strategy: str) -> Procedure[None]:
     """The steps in which a module is tuned; raises UsageError where it cannot be."""
     ddp = watch.ddp
     yield from watch.steps(WARM_UP)

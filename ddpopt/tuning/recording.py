@@ -1,7 +1,7 @@
 """Measuring the steps of a training: how long they take, and when each gradient is complete.
 
-What is measured is a course: a generator that yields where a step of the training must run, and that may
-change the buckets between two steps. `ddpopt.tuning.comparing` runs a course with steps of its own;
+What is measured is a procedure: a generator that yields where a step of the training must run, and that may
+change the buckets between two steps. `ddpopt.tuning.comparing` runs a procedure with steps of its own;
 `ddpopt.tuning.online` advances one at each forward of the user's own training.
 
 In profiled steps the reducer has a bucket for each gradient, and a hook that notes the time and keeps the
@@ -38,7 +38,7 @@ from ddpopt.tuning.records import Gradient, Profile, conditions
 from ddpopt.tuning.tune import plan_of
 
 Value = TypeVar("Value")
-Course = Generator[None, None, Value]
+Procedure = Generator[None, None, Value]
 
 
 def now(device: torch.device) -> Any:
@@ -77,7 +77,7 @@ class Watch:
         # ranks begin together there, and wait for one another in the next one only
         self._rows: list[list[float]] = []
 
-    def steps(self, count: int) -> Course[list[float]]:
+    def steps(self, count: int) -> Procedure[list[float]]:
         """Let some steps run; returns how long each took, in seconds."""
         points = [now(self.device)]
         for _ in range(count):
@@ -143,7 +143,7 @@ class Watch:
             )
         return specs
 
-    def within(self, call: Callable[[], Value]) -> Course[Value]:
+    def within(self, call: Callable[[], Value]) -> Procedure[Value]:
         """Call a function within the next reduction, on all ranks; the reducer holds its buckets.
 
         Raises:
@@ -156,7 +156,7 @@ class Watch:
             raise UsageError("a step did not reduce its gradients, or other buckets were imposed")
         return found[0]
 
-    def profiled(self, steps: int, strategy: str) -> Course[Profile]:
+    def profiled(self, steps: int, strategy: str) -> Procedure[Profile]:
         """Profile some more steps, between two that are not; the buckets are those of `one_each`, and held.
 
         Args:

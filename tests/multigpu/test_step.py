@@ -745,13 +745,25 @@ class Residual(nn.Sequential):
         return x + super().forward(x)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
+def calling_inductor(gm: Any, inputs: Any) -> Any:
+    """A backend of the user's."""
+    return torch._dynamo.lookup_backend("inductor")(gm, inputs)
+
+
+INDUCTOR = ("inductor", calling_inductor)
+
+
 @pytest.mark.nightly
-def test_each_bucket_leaves_before_the_next_layer_is_computed_in_inductors_code(ranks: Ranks) -> None:
+@pytest.mark.parametrize("backend", INDUCTOR)
+def test_each_bucket_leaves_before_the_next_layer_is_computed_in_inductors_code(
+    ranks: Ranks, backend: Any
+) -> None:
     net = nn.Sequential(*(Residual(nn.LayerNorm(64), nn.Linear(64, 64)) for _ in range(4)))
     model = DDP(net, bucket_cap_mb=sum(p.nbytes for p in net[0].parameters()) / 2**20)
     x, passed = torch.ones(8, 64), list[fx.Graph]()
     with fresh_cache(), inductor.patch(post_grad_custom_post_pass=passed.append):  # the user's own pass
-        _, codes = run_and_get_code(ddpopt.train_step(plain), model, sgd()(model), x, x)
+        step = ddpopt.train_step(plain, backend=backend)
+        _, codes = run_and_get_code(step, model, sgd()(model), x, x)
     calls = re.findall(r"extern_kernels\.(mm)\(|_c10d_functional\.(all_reduce)_\.|(wait)_tensor\.", codes[-1])
     order = " ".join("".join(call) for call in calls)
     assert order == "mm mm all_reduce " * 4 + "wait wait wait wait"
@@ -765,14 +777,21 @@ class Attention(nn.Linear):
 
 
 @pytest.mark.nightly
-def test_inductors_code_computes_what_eager_does_with_dropout(ranks: Ranks) -> None:
+@pytest.mark.parametrize("backend", INDUCTOR)
+def test_inductors_code_computes_what_eager_does_with_dropout_and_another_rate_in_each_step(
+    ranks: Ranks, backend: Any
+) -> None:
     runs = []
-    for decorate in (lambda step: step, ddpopt.train_step):
+    ways: list[Any] = [lambda step: step, ddpopt.train_step(backend=backend)]
+    for decorate in ways:
         torch.manual_seed(0)
         model = DDP(Residual(nn.LayerNorm(8), Attention(8, 8)))
         optimizer, step = sgd(momentum=0.9)(model), decorate(plain)
         torch.manual_seed(ranks.rank)
-        losses = [step(model, optimizer, *torch.randn(2, 5, 8)) for _ in range(3)]
+        losses = []
+        for place in range(3):
+            losses.append(step(model, optimizer, *torch.randn(2, 5, 8)))
+            halve(model, optimizer, place)
         runs.append([*losses, *(each.detach() for each in model.parameters())])
     assert not differences(ranks, runs[1], runs[0], 1e-4)
 

@@ -111,7 +111,8 @@ class Conditional(Blocks):
     def forward(self, x: Tensor) -> Tensor:
         """Map ``(batch, dim)`` to the same shape."""
         for index in range(0, len(self.blocks), 2):
-            left, right = self.blocks[index], self.blocks[index + 1]
+            left = self.blocks[index]
+            right = self.blocks[index + 1]
             x = x + torch.cond(x.sum() > 0, left, right, (x,))
         return x
 

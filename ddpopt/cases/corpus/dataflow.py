@@ -34,7 +34,8 @@ class ViewsInPlace(nn.Module):
         """Map ``(batch, 2 * dim)`` to the same shape."""
         both = self.first(x)
         half = both.shape[1] // 2
-        left, right = both[:, :half], both[:, half:]
+        left = both[:, :half]
+        right = both[:, half:]
         for index, layer in enumerate(self.layers):
             source, target = (left, right) if index % 2 == 0 else (right, left)
             target.add_(layer(source.clone()).tanh())

@@ -56,7 +56,8 @@ class GroupedQueryAttention(nn.Module):
 
     def __init__(self, dim: int, heads: int, kv_heads: int) -> None:
         super().__init__()
-        self.heads, self.kv_heads = heads, kv_heads
+        self.heads = heads
+        self.kv_heads = kv_heads
         head_dim = dim // heads
         self.query = nn.Linear(dim, heads * head_dim, bias=False)
         self.key = nn.Linear(dim, kv_heads * head_dim, bias=False)
@@ -65,12 +66,12 @@ class GroupedQueryAttention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Map ``(batch, length, dim)`` to the same shape; ``cos`` and ``sin`` are ``(length, head_dim)``."""
-        q = split_heads(self.query(x), self.heads)
-        k = split_heads(self.key(x), self.kv_heads)
+        q = rotate(split_heads(self.query(x), self.heads), cos, sin)
+        k = rotate(split_heads(self.key(x), self.kv_heads), cos, sin)
         v = split_heads(self.value(x), self.kv_heads)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         share = self.heads // self.kv_heads
-        k, v = k.repeat_interleave(share, dim=1), v.repeat_interleave(share, dim=1)
+        k = k.repeat_interleave(share, dim=1)
+        v = v.repeat_interleave(share, dim=1)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         out: Tensor = self.out(join_heads(mixed))
         return out
@@ -104,7 +105,8 @@ class Llama(nn.Module):
 
     def __init__(self, vocabulary: int, length: int, dim: int, hidden: int, layers: int) -> None:
         super().__init__()
-        heads, kv_heads = 8, 2
+        heads = 8
+        kv_heads = 2
         self.embedding = nn.Embedding(vocabulary, dim)
         self.blocks = nn.ModuleList(LlamaBlock(dim, hidden, heads, kv_heads) for _ in range(layers))
         self.norm = RMSNorm(dim)
@@ -117,7 +119,8 @@ class Llama(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """Map token numbers ``(batch, length)`` to logits ``(batch, length, vocabulary)``."""
         x = self.embedding(ids)
-        cos, sin = self.cos[: ids.shape[1]], self.sin[: ids.shape[1]]
+        cos = self.cos[: ids.shape[1]]
+        sin = self.sin[: ids.shape[1]]
         for block in self.blocks:
             x = block(x, cos, sin)
         logits: Tensor = self.head(self.norm(x))

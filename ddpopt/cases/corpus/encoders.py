@@ -125,11 +125,13 @@ class T5(nn.Module):
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
         """Map token numbers, both ``(batch, length)``, to logits ``(batch, length, vocabulary)``."""
-        memory, bias = self.shared(source), self.bias(source.shape[1], causal=False)
+        memory = self.shared(source)
+        bias = self.bias(source.shape[1], causal=False)
         for block in self.encoder:
             memory = block(memory, bias, None)
         memory = self.encoder_norm(memory)
-        x, bias = self.target(target), self.bias(target.shape[1], causal=True)
+        x = self.target(target)
+        bias = self.bias(target.shape[1], causal=True)
         for block in self.decoder:
             x = block(x, bias, memory)
         logits: Tensor = self.head(self.decoder_norm(x))

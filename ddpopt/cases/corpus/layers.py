@@ -50,7 +50,8 @@ class SelfAttention(nn.Module):
 
     def __init__(self, dim: int, heads: int, causal: bool = False) -> None:
         super().__init__()
-        self.heads, self.causal = heads, causal
+        self.heads = heads
+        self.causal = causal
         self.qkv = nn.Linear(dim, 3 * dim)
         self.out = nn.Linear(dim, dim)
 

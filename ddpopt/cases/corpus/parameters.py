@@ -46,7 +46,7 @@ class FlatStorage(nn.Module):
 
     def __init__(self, dim: int, layers: int) -> None:
         super().__init__()
-        sizes = (dim * dim, dim) * layers
+        sizes = [dim * dim, dim] * layers
         flat = torch.randn(sum(sizes)) / dim**0.5
         slices = [part.view(dim, -1).squeeze(1) for part in flat.split(sizes)]
         self.weights = nn.ParameterList(slices[0::2])

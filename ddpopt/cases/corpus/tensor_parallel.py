@@ -20,7 +20,8 @@ def split(model: nn.Module, mesh: Any) -> nn.Module:
     first = ColwiseParallel(use_local_output=not isinstance(model, Linears))  # they pass DTensors on
     for name, module in model.named_modules():
         if isinstance(module, GroupedQueryAttention):
-            module.heads, module.kv_heads = module.heads // mesh.size(), module.kv_heads // mesh.size()
+            module.heads //= mesh.size()
+            module.kv_heads //= mesh.size()
         if isinstance(module, nn.Linear) and not name.endswith("head"):
             # these are the second of a pair
             styles[name] = RowwiseParallel() if name.endswith(("down", "out", *"1357")) else first

@@ -60,7 +60,8 @@ class Grid:
         parts = 1 if sizes is None else sizes[1]
         if sizes is not None and sizes[0] * parts != size:
             raise UsageError(f"mesh: expected {sizes[0] * parts} ranks for {sizes[0]}x{parts}, got {size}")
-        self.rank, self.size = rank // parts, size // parts
+        self.rank = rank // parts
+        self.size = size // parts
         self._rows = [[*range(row * parts, (row + 1) * parts)] for row in range(self.size)]
         self.columns = None if sizes is None else [[*column] for column in zip(*self._rows, strict=True)]
         self._mesh: DeviceMesh | None = None

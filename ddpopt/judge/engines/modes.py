@@ -36,7 +36,8 @@ from ddpopt.planning.plan import Strategy
 class Local(Engine):
     """The model alone on each rank, with unreduced gradients."""
 
-    compiles, broadcasts_buffers = True, False
+    compiles = True
+    broadcasts_buffers = False
 
     def prepare(self, model: nn.Module, group: dist.ProcessGroup) -> Callable[..., Any]:
         """Compile the model, or leave it as it is."""
@@ -51,7 +52,9 @@ class Local(Engine):
 class CompiledDdp(Engine):
     """``torch.compile(DDP(model))``, under whatever setting of ``optimize_ddp`` is in force."""
 
-    gives, compiles, observable = "module", True, True
+    gives = "module"
+    compiles = True
+    observable = True
 
     def prepare(self, model: nn.Module, group: dist.ProcessGroup) -> Callable[..., Any]:
         """Wrap the model in DDP, and compile that."""
@@ -70,7 +73,9 @@ class CompiledDdp(Engine):
 class PythonReducer(CompiledDdp):
     """DDP's Python reducer, with the backward captured by compiled autograd."""
 
-    captures_backward, observable, optimize_ddp = True, False, "python_reducer"
+    captures_backward = True
+    observable = False
+    optimize_ddp = "python_reducer"
 
     def around_backward(self) -> AbstractContextManager[Any]:
         """Capture the backward."""

@@ -119,14 +119,14 @@ def matrix_text(view: Overview) -> Iterator[str]:
         The legend of modes with their results, each grid, and the meaning of the marks.
     """
     letters = [chr(ord("a") + index) for index in range(len(view.columns))]
-    cells = [cell for rows in view.grids.values() for row in rows.values() for cell in row.items()]
-    ends = Counter((column, trial.status) for column, trial in cells)
+    rows_of_all = [row for rows in view.grids.values() for row in rows.values()]
+    ends = Counter((column, trial.status) for row in rows_of_all for column, trial in row.items())
     legend = [
         (letter, column, *(ends[column, status] or "-" for status in Status))
         for letter, column in zip(letters, view.columns, strict=True)
     ]
     yield table([Column("", "right"), Column("mode"), *numbers(*Status)], legend)
-    marks = {id(trial): Status.OK for _, trial in cells} | view.marks()
+    marks = {id(trial): Status.OK for row in rows_of_all for trial in row.values()} | view.marks()
     for title, rows in view.grids.items():
         for first in range(0, len(letters), ACROSS):
             part = slice(first, first + ACROSS)

@@ -67,7 +67,8 @@ def synchronized(evidence: RunEvidence) -> Broken:
     """Gradients were reduced exactly where they should be: in one backward of each step."""
     if evidence.got.iterations is None or not evidence.option.sends_as_usual:
         return
-    got, expected = len(evidence.got.iterations), len(evidence.got.steps)
+    got = len(evidence.got.iterations)
+    expected = len(evidence.got.steps)
     if got != expected:
         yield Break(f"{got} backwards were reduced in {expected} steps, expected one in each")
 

@@ -52,7 +52,8 @@ def _with_moment(one: Break) -> str:
 
 
 def _steps(evidence: RunEvidence) -> Broken:
-    got, expected = len(evidence.got.steps), len(evidence.eager.steps)
+    got = len(evidence.got.steps)
+    expected = len(evidence.eager.steps)
     if got != expected:
         yield Break(f"took {got} steps, eager DDP took {expected}")
 
@@ -164,13 +165,13 @@ def _agreement(evidence: RunEvidence) -> Broken:
 
 def _unequal(peers: Sequence[Peer]) -> dict[tuple[int, str], int]:
     """What differs from the first rank after a step, and the first rank where it does."""
-    return {
-        (step, name): peer.rank
-        for peer in reversed(peers)
-        for step, (state, first) in enumerate(zip(peer.states, peers[0].states, strict=False))
-        for name, digest in first.items()
-        if state.get(name) != digest
-    }
+    ranks: dict[tuple[int, str], int] = {}
+    for peer in peers:
+        for step, (state, first) in enumerate(zip(peer.states, peers[0].states, strict=False)):
+            for name, digest in first.items():
+                if state.get(name) != digest:
+                    ranks.setdefault((step, name), peer.rank)
+    return ranks
 
 
 # -------------------------------------------------------------------------------------- what was compiled

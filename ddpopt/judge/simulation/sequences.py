@@ -107,7 +107,8 @@ class Sequences:
             return
         common = max(self._ranks, key=lambda words: (len(self._ranks[words]), -self._ranks[words][0]))
         for words in self._ranks:
-            if words != common and (parting := self._compared(words, common)):
+            parting = None if words == common else self._compared(words, common)
+            if parting is not None:
                 yield parting
         seen = self._ranks[common][0]
         for group, members in self._members().items():

@@ -17,11 +17,11 @@ from typing import Any, Literal
 from ddpopt.errors import UsageError
 
 Feature = str | None
-Place = Literal["step", "output"]
+Position = Literal["step", "output"]
 
 
 @dataclass(frozen=True)
-class Kind:
+class ValueKind:
     """A form that a value takes between blocks, each a template around ``{x}``.
 
     The templates may name ``{width}``, ``{half}`` and ``{quarter}``, the sizes of a row and of its parts.
@@ -39,22 +39,22 @@ class Kind:
     autocast: bool = True
 
 
-KINDS: dict[str, Kind] = {
+KINDS: dict[str, ValueKind] = {
     kind.name: kind
     for kind in (
-        Kind("rows", "{x}", "{x}"),
-        Kind("tokens", "{x}.unflatten(1, (2, {half}))", "{x}.flatten(1)"),
-        Kind("image", "{x}.unflatten(1, ({quarter}, 2, 2))", "{x}.flatten(1)"),
-        Kind("columns", "{x}.t()", "{x}.t()"),
-        Kind("bfloat16", "{x}.bfloat16()", "{x}.float()", autocast=False),
-        Kind("double", "{x}.double()", "{x}.float()", autocast=False),
-        Kind(
+        ValueKind("rows", "{x}", "{x}"),
+        ValueKind("tokens", "{x}.unflatten(1, (2, {half}))", "{x}.flatten(1)"),
+        ValueKind("image", "{x}.unflatten(1, ({quarter}, 2, 2))", "{x}.flatten(1)"),
+        ValueKind("columns", "{x}.t()", "{x}.t()"),
+        ValueKind("bfloat16", "{x}.bfloat16()", "{x}.float()", autocast=False),
+        ValueKind("double", "{x}.double()", "{x}.float()", autocast=False),
+        ValueKind(
             "complex",
             "torch.view_as_complex({x}.contiguous().unflatten(1, ({half}, 2)))",
             "torch.view_as_real({x}.resolve_conj()).flatten(1)",
             autocast=False,
         ),
-        Kind("pair", "{x}.chunk(2, 1)", "torch.cat({x}, 1)", autocast=False),
+        ValueKind("pair", "{x}.chunk(2, 1)", "torch.cat({x}, 1)", autocast=False),
     )
 }
 
@@ -91,7 +91,7 @@ class Block:
     breaks: bool = False
     detached: bool = False
     rate: int = 1
-    place: Place = "step"
+    place: Position = "step"
 
     def brought(self, options: Mapping[str, Any]) -> frozenset[str]:
         """The features of this block with these options."""

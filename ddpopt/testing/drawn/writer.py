@@ -158,7 +158,9 @@ class Writer:
     """
 
     def __init__(self, width: int, batches: Sequence[int] = (2,), *, joined: bool = True) -> None:
-        self.width, self.half, self.quarter = width, width // 2, width // 4
+        self.width = width
+        self.half = width // 2
+        self.quarter = width // 4
         self.batches = batches
         self.returned: list[str] = []
         self.classes = [ClassText("Model")]
@@ -218,7 +220,8 @@ class Writer:
 
     @contextlib.contextmanager
     def _within(self, scope: Scope) -> Iterator[None]:
-        outer, self._scope = self._scope, scope
+        outer = self._scope
+        self._scope = scope
         yield
         self._scope = outer
 

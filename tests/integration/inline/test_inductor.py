@@ -15,8 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from ddpopt.ddp.ready_hooks import ReadyHooks
+from ddpopt.gate.overlap import measure
 from ddpopt.inline import inductor
 from ddpopt.inline.handover import COPIED, LATE, TAKEN, Call
+from ddpopt.testing import resolve
 from ddpopt.testing.drawn import DrawnModel, step
 from tests.support.models import completed
 
@@ -174,6 +176,22 @@ def test_an_optimizer_in_the_communication_hook_changes_no_gradient_of_its_step(
         call = ddpopt.compile(ddp, strategy="inline") if compiled else ddp
         trained.append(gradients(ddp.module, call, drawn(*SIZE)))
     torch.testing.assert_close(*trained)
+
+
+def calling_inductor(gm: Any, inputs: Any) -> Any:
+    """A backend of the user's."""
+    return torch._dynamo.lookup_backend("inductor")(gm, inputs)
+
+
+def test_a_backend_that_calls_inductor_keeps_its_overlap() -> None:
+    case = resolve("weight_norm")
+    found = []
+    for backend in ("inductor", calling_inductor):
+        ddp = DistributedDataParallel(case.model(), bucket_cap_mb=0.3)
+        step = ddpopt.compile(ddp, backend=backend, strategy="inline")
+        found.append(measure(ddp, lambda number, step=step: case.step(step, 0, number)))  # type: ignore[misc]
+    assert found[0].potential > 0.3
+    assert found[1] == found[0]
 
 
 # ------------------------------------------------------------------------------ several steps of training

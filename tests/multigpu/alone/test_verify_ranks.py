@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from ddpopt.errors import InfrastructureError, UsageError
 from ddpopt.ranks.environment import environment_of_no_rank
-from ddpopt.ranks.failures import Kind, RanksFailed
+from ddpopt.ranks.failures import FailureKind, RanksFailed
 from ddpopt.ranks.group import Ranks, joined, under_torchrun
 from ddpopt.ranks.marked import marked
 from ddpopt.ranks.pool import LAST_WORDS_S, PATIENCE_S, Pool, launch
@@ -78,7 +78,7 @@ def failing(task: Callable[..., Any], on_event: Callable[[Any], None] = lambda _
     return caught.value
 
 
-def told(error: RanksFailed) -> tuple[list[tuple[int, Kind]], list[int], int]:
+def told(error: RanksFailed) -> tuple[list[tuple[int, FailureKind]], list[int], int]:
     """Who failed how, whose fault it was, and the exit code."""
     failures = [(failure.rank, failure.kind) for failure in error.failures]
     return failures, [failure.rank for failure in error.culprits], error.exit_code

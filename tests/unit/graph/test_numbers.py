@@ -54,7 +54,8 @@ def test_numbers_become_tensors_and_the_graph_computes_the_same(name: str, form:
     torch.manual_seed(0)
     inputs = torch.tensor(0.3, dtype=torch.float64), *(torch.rand(2, *shape) + 0.5).to(dtype)
     gm = make_fx(step, tracing_mode="symbolic")(*inputs)
-    numbers_as_tensors(gm)
+    numbers_as_tensors(gm.graph)
+    gm.recompile()
     gm.graph.lint()
     assert not gm.graph.find_nodes(op="call_function", target=aten._local_scalar_dense.default)
     torch.testing.assert_close(gm(*inputs), step(*inputs))
@@ -64,6 +65,7 @@ def test_an_operation_that_takes_numbers_only_says_what_to_do() -> None:
     gm = make_fx(lambda rate, a: torch.nn.functional.leaky_relu(a, rate.item()), tracing_mode="symbolic")(
         torch.tensor(0.3, dtype=torch.float64), torch.rand(3)
     )
-    numbers_as_tensors(gm)
+    numbers_as_tensors(gm.graph)
+    gm.recompile()
     with pytest.raises(UnsupportedError, match=r"leaky_relu.* takes a number that changes.*make the num"):
         gm(torch.tensor(0.3, dtype=torch.float64), torch.rand(3))
