@@ -6,6 +6,7 @@ frame, and what an engine keeps of a run is on a copy of its own.
 
 import contextlib
 import copy
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from types import MappingProxyType
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo import trace_rules
+from torch._dynamo.guards import CheckFunctionManager
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -252,7 +254,20 @@ class Engine:
                 yield
         finally:
             torch._dynamo.reset()
+            forget_guards()
             skip_frames_of_ddp()
+
+
+def forget_guards() -> None:
+    """Let go of the guards of code that Dynamo has forgotten.
+
+    Each of them waits for the end of types that live as long as the process, so a process that judges
+    hundreds of trials would keep what they were compiled with.
+    """
+    for waiting, what in [*weakref.finalize._registry.items()]:  # type: ignore[attr-defined]  # private
+        owner = getattr(getattr(what.func, "func", None), "__self__", None)
+        if isinstance(owner, CheckFunctionManager):
+            waiting.detach()
 
 
 def skip_frames_of_ddp() -> None:

@@ -1,9 +1,12 @@
 """ddpopt.judge.engines.modes: an engine is found by its name, wherever it comes from, or refused."""
 
+import gc
 from importlib.metadata import EntryPoint
 from typing import Any, cast
 
 import pytest
+import torch
+from torch._dynamo.guards import CheckFunctionManager
 
 from ddpopt.errors import UsageError
 from ddpopt.judge.engines import modes, names
@@ -63,3 +66,15 @@ def test_a_part_that_engines_do_not_have_is_refused() -> None:
 def test_the_names_that_need_no_torch_are_those_of_all_modes_and_options() -> None:
     assert tuple(each.name for each in MODES) == names.MODES
     assert tuple(each.name for each in OPTIONS) == names.OPTIONS
+
+
+def test_what_code_was_guarded_by_is_forgotten_with_it() -> None:
+    def guards() -> int:
+        gc.collect()
+        return sum(type(each) is CheckFunctionManager for each in gc.get_objects())
+
+    before = guards()
+    with modes.mode("whole").running():
+        torch.compile(lambda x: x.sin(), backend="eager")(torch.ones(2))
+        assert guards() > before
+    assert guards() <= before
