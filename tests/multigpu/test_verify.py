@@ -3,7 +3,7 @@
 import contextlib
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -144,13 +144,21 @@ def test_putting_in_nothing_raises_nothing(placebo: Fault) -> None:
     assert (trial.status, trial.findings) == (Status.OK, ())
 
 
+AT_A_TIME = 12
+CLEAN = [
+    pytest.param(backend, requests[first : first + AT_A_TIME], id=f"{backend}, from number {first}")
+    for backend, requests in clean_runs().items()
+    for first in range(0, len(requests), AT_A_TIME)
+]
+
+
 @pytest.mark.nightly
-@pytest.mark.world_size(2, timeout=3600)
-@pytest.mark.parametrize("backend", clean_runs())
-def test_clean_runs_raise_nothing(backend: str) -> None:
+@pytest.mark.world_size(2, timeout=1800)
+@pytest.mark.parametrize(("backend", "requests"), CLEAN)
+def test_clean_runs_raise_nothing(backend: str, requests: Sequence[Request]) -> None:
     settings = Settings(BACKENDS.get(backend, backend))
     with joined() as ranks:
-        trials = run_trials(ranks, clean_runs()[backend], settings, ())
+        trials = run_trials(ranks, requests, settings, ())
     unclean = [trial for trial in trials if trial.status is not Status.OK]
     assert [(trial.name, trial.status, trial.reason, trial.findings) for trial in unclean] == []
 

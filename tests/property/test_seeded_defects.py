@@ -1,4 +1,4 @@
-"""Fuzzing finds each defect that is put back into ddpopt, among the models that it draws in two minutes."""
+"""Fuzzing finds each defect that is put back into ddpopt, among the models that it draws in five minutes."""
 
 import re
 from itertools import islice
@@ -14,8 +14,8 @@ from tests.selftest.defects import DEFECTS, Defect
 from tests.selftest.sites import Site
 from tests.support.found import examined
 
-TWO_MINUTES = 200
-"""Models that two workers draw and judge in two minutes, when nothing else runs."""
+FIVE_MINUTES = 500
+"""Models that two workers draw and judge in five minutes, when nothing else runs."""
 HARMFUL = [defect for defect in DEFECTS if not defect.is_harmless]
 EACH = pytest.mark.parametrize("defect", HARMFUL, ids=lambda defect: defect.name)
 
@@ -47,7 +47,7 @@ def test_a_defect_has_a_model_that_shows_it(defect: Defect, alone: Ranks) -> Non
 
 @EACH
 @pytest.mark.nightly
-def test_a_defect_is_found_within_two_minutes_of_drawing(defect: Defect, alone: Ranks) -> None:
-    drawn = (model for _, model in islice(Source(0).models(), TWO_MINUTES))
+def test_a_defect_is_found_within_five_minutes_of_drawing(defect: Defect, alone: Ranks) -> None:
+    drawn = (model for _, model in islice(Source(0).models(), FIVE_MINUTES))
     telling = (model for model in drawn if re.search(defect.trace, model.source))  # others cannot show it
     assert any(judged(alone, defect, model) is Outcome.WRONG for model in telling)
