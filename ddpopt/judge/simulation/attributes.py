@@ -4,12 +4,9 @@ Invariant: after `restore`, a module has the attributes of `kept`, whichever ran
 far as they are plain or tensors without a history.
 """
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map
@@ -71,16 +68,3 @@ def restore(parts: dict[str, nn.Module], before: Kept) -> None:
             continue
         for name in _restorable(parts[path]) - values.keys():  # another rank's
             delattr(parts[path], name)
-
-
-@contextlib.contextmanager
-def defaults_kept() -> Iterator[None]:
-    """A block after which new tensors are made as before: the next model, and the judge, must go on."""
-    device = torch.get_default_device()
-    dtype = torch.get_default_dtype()
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(dtype)
-        if torch.get_default_device() != device:
-            torch.set_default_device(device)

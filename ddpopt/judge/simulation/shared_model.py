@@ -23,11 +23,12 @@ from ddpopt.ddp.impose import imposed_plan
 from ddpopt.ddp.state import state_of
 from ddpopt.errors import UsageError
 from ddpopt.judge.engines.engine import Engine, Named
-from ddpopt.judge.simulation.attributes import Remembered, defaults_kept, kept, restore
+from ddpopt.judge.simulation.attributes import Remembered, kept, restore
 from ddpopt.judge.simulation.causes import Line, noting_lines
 from ddpopt.judge.simulation.world import RankSend, Sends, World
 from ddpopt.judge.training.moments import evaluate, extra_step
 from ddpopt.judge.training.record import Record
+from ddpopt.judge.training.surroundings import settings_kept
 from ddpopt.judge.training.train import made_trainer, record_training_step
 from ddpopt.judge.training.trainer import Course, Place, evaluating
 from ddpopt.judge.training.whole_step import whole_step
@@ -147,7 +148,7 @@ class SharedModel:
         self._world.become(rank)
         self._sends.sent.clear()
         try:
-            with defaults_kept(), torch.enable_grad():
+            with settings_kept(), torch.enable_grad():
                 taken = self._taken(forms, is_observed=rank == 0)
         finally:
             trainer.case = own_case

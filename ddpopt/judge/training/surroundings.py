@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -68,6 +68,32 @@ def _keeps_denormals() -> bool:
     """Whether numbers below the smallest normal one are kept; torch has no function that says so."""
     half = torch.tensor(SMALLEST_NORMAL, device="cpu") / 2
     return bool(half != 0)
+
+
+ADJUSTABLE: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
+    (torch.get_default_device, torch.set_default_device),
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (torch.is_warn_always_enabled, torch.set_warn_always),
+    (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
+    (torch.get_num_threads, torch.set_num_threads),
+    (_keeps_denormals, lambda keeps: torch.set_flush_denormal(not keeps)),
+    (torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled),
+)
+"""Settings of torch that outlive a step: how each is read, and how it is set."""
+
+
+@contextlib.contextmanager
+def settings_kept() -> Iterator[None]:
+    """A block after which settings of torch are as before: what it leaves changed is not for the next one."""
+    before = [(read, change, read()) for read, change in ADJUSTABLE]
+    try:
+        yield
+    finally:
+        for read, change, value in before:
+            if read() != value:
+                change(value)
 
 
 def process_state() -> dict[str, Any]:

@@ -25,6 +25,7 @@ from ddpopt.judge.training.memory import Pairs
 from ddpopt.judge.training.moments import evaluate, extra_step, probe
 from ddpopt.judge.training.record import Record, RecordedStep, optimizer_state
 from ddpopt.judge.training.trainer import Course, Option, Place, Trainer, random_state
+from ddpopt.judge.training.visible import REMADE_BY_OPTIMIZER
 from ddpopt.judge.training.whole_step import whole_step
 from ddpopt.observation.events import Collective
 from ddpopt.observation.launches import LaunchMode
@@ -171,6 +172,8 @@ def record_training_step(
         option.finish_step(trainer)
         final = trainer.parallel.gradients()
     sent += trainer.sending(update)
+    if trainer.sees_all:
+        trainer.extras[REMADE_BY_OPTIMIZER] = trainer.sight.changed_parts()
     trainer.record.sent.append(sent)
     trainer.record.graphs_after.append(len(trainer.compilations.graphs))
     loss = trainer.last_loss

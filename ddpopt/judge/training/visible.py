@@ -44,6 +44,7 @@ LAST = "the last step's "
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 SETTINGS = "state of torch's settings"
 REMADE = "list of what it changed in the model"
+REMADE_BY_OPTIMIZER = f"optimizer's {REMADE}"
 MOVED = "list of parameters in other memory"
 STEPS_THAT_COMPILE = 2
 
@@ -178,7 +179,7 @@ class Sight:
         return {
             SETTINGS: f"{settings_of_torch(device)}, training {training}",
             "list of what it changed in the process": ", ".join(self._changed_process()) or "nothing",
-            REMADE: ", ".join(self._changed_parts()) or "nothing",
+            REMADE: self.changed_parts(),
             MOVED: ", ".join(self._moved()) or "none",
             **drawn,
         }
@@ -189,11 +190,11 @@ class Sight:
             self._process = process_state()
             self._makeup = makeup(self._model)
 
-    def _changed_parts(self) -> list[str]:
-        """What the model has or lacks since the last step."""
+    def changed_parts(self) -> str:
+        """What the model has or lacks since the last call, as text."""
         before = self._makeup
         self._makeup = makeup(self._model)
-        return list(remade(before, self._makeup))
+        return ", ".join(remade(before, self._makeup)) or "nothing"
 
     def _changed_process(self) -> list[str]:
         """What was changed in this process since the last step, but for what a compiler changes first."""

@@ -238,4 +238,6 @@ def test_each_damaged_engine_is_found() -> None:
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 def test_each_damaged_backend_is_found() -> None:
-    assert missed_backends([*backend_cells.cells()]) == []
+    assert (
+        missed_backends([cell for cell in backend_cells.cells() if not str(cell).startswith(NOT_SEEN)]) == []
+    )
