@@ -33,9 +33,12 @@ NOT_SEEN = (
     "output, evaluation, another rank's",
     "settings, forward, default device",
     "settings, after backward, default device",
+    "settings, backward, default device",
 )
 """What grows with the steps, and values of other ranks, are not simulated, and the page says so. Where a
-default device stays changed, the judge itself fails: such a trial is broken, and never right."""
+default device stays changed, the judge itself fails: such a trial is broken, and never right. Where a graph
+changes it in backward, autograd puts it back; ranks of their own compile again then, and simulated ones begin
+each step with the settings of the first."""
 UNUSED = {"find_unused_parameters": True}
 CPU = torch.device("cpu")
 
