@@ -184,7 +184,10 @@ def gradient_carriers(graph: fx.Graph) -> dict[fx.Node, None]:
     ran = states(graph)
     off = {node: None for node, state in ran if not (state.grad_enabled or passes_on_input(node))}
     outliving = (node for node in graph.nodes if node.op in SOURCES or node.op == "output")
-    awaited = {key for node in outliving for held in (node, *node.all_input_nodes) for key in storages(held)}
+    awaited: set[int] = set()
+    for node in outliving:
+        for held in (node, *node.all_input_nodes):
+            awaited.update(storages(held))
     handing_on: dict[fx.Node, None] = {}
     detached: set[int] = set()
 
