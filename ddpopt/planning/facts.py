@@ -183,11 +183,7 @@ def gradient_carriers(graph: fx.Graph) -> dict[fx.Node, None]:
     # that a view of a parameter requires grad
     ran = states(graph)
     off = {node: None for node, state in ran if not (state.grad_enabled or passes_on_input(node))}
-    outliving = (node for node in graph.nodes if node.op in SOURCES or node.op == "output")
-    awaited: set[int] = set()
-    for node in outliving:
-        for held in (node, *node.all_input_nodes):
-            awaited.update(storages(held))
+    awaited = _outliving(graph)
     handing_on: dict[fx.Node, None] = {}
     detached: set[int] = set()
 
@@ -214,6 +210,16 @@ def gradient_carriers(graph: fx.Graph) -> dict[fx.Node, None]:
             carriers[node] = None
             awaited.update(read_storages(node))
     return carriers
+
+
+def _outliving(graph: fx.Graph) -> set[int]:
+    """The storages that outlive a graph: of what it takes, and of what it returns."""
+    found: set[int] = set()
+    for node in graph.nodes:
+        if node.op in SOURCES or node.op == "output":
+            for held in (node, *node.all_input_nodes):
+                found.update(storages(held))
+    return found
 
 
 def _inputs_by_gradient(gm: fx.GraphModule, node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
