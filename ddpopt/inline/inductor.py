@@ -64,6 +64,7 @@ def in_order(compiler: CompilerFn, backend: CompilerFn) -> CompilerFn:
 def _with_settings(compiler: CompilerFn, patches: dict[str, Any]) -> CompilerFn:
     """A backend that calls another one under these settings of Inductor."""
 
+    @functools.wraps(compiler)  # with its attributes: `compile_inline` asks how it calls AOTAutograd
     def compile_in_order(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         # otherwise, the backward would be compiled when it first runs, without the settings
         with (

@@ -29,6 +29,7 @@ INVARIANTS: tuple[Invariant, ...] = (
     Invariant("metadata", program.metadata_is_kept),
     Invariant("state", program.states_are_equal),
     Invariant("balance", program.segments_are_balanced),
+    Invariant("writes", memory.writes_follow_reads_in_one_segment),
     Invariant("aliases", memory.writers_know_one_name),
     Invariant("descriptions", memory.values_cross_as_they_are_described),
     Invariant("detached values", memory.detached_values_get_no_gradient),

@@ -1,7 +1,4 @@
-"""Invariants of memory: what crosses a cut, by how many names, and which segments get detached values.
-
-That no cut comes between a read and a write of the same memory is planning's rule alone
-(`ddpopt.planning.cut_points.up_to_last_write`): the proof could only apply the same rule again.
+"""Invariants of memory: which tensors are written, in which order, and which segments get detached values.
 
 Storages are identified by the example values from tracing: views of one tensor share a storage.
 """
@@ -11,11 +8,35 @@ from collections.abc import Hashable, Iterator, Set
 import torch
 from torch._ops import HigherOrderOperator
 
-from ddpopt.graph.effects import is_detached_view, is_known, name_of, redescribes
+from ddpopt.graph.effects import constructed_inputs, is_detached_view, is_known, name_of, redescribes
 from ddpopt.graph.nodes import MISSING, SYMBOLIC, overlaps_itself, requires_grad, storages_of, tensors_in
 from ddpopt.proof.evidence import Evidence, given_back
 from ddpopt.proof.steps import Crossing, Original, ProgramStep, at
 from ddpopt.proof.terms import Copy, Item, Made, Term, leaves, show
+
+
+def writes_follow_reads_in_one_segment(evidence: Evidence) -> Iterator[str]:
+    """Memory that is read, or has another name, before a write stays in one segment up to that write."""
+    original = evidence.original
+    names: dict[Hashable, Term] = {}
+    first: dict[Hashable, ProgramStep] = {}
+    reads: dict[Hashable, None] = {}
+    written = any(step.written for step in evidence.stitched.steps)
+    for step in evidence.stitched.steps if written else ():
+        made, read = _made_and_read(original, step)
+        sure = (leaf for node in constructed_inputs(step.node) for leaf in leaves(step.reads[node]))
+        certain = {family: leaf for leaf in sure for family in _families(original, leaf)}
+        for family in made | read:
+            first.setdefault(family, step)
+            if family not in read:
+                names.setdefault(family, original.terms[step.name])
+            elif family not in certain or names.setdefault(family, certain[family]) != certain[family]:
+                reads[family] = None
+        families = (family for leaf in step.written for family in _families(original, leaf))
+        others = (first[family] for family in families if family in reads)
+        for name, segment in {other.name: other.segment for other in others}.items():
+            if segment != step.segment:
+                yield f"{at(step)}: writes to memory that {name} makes or uses in segment {segment}"
 
 
 def writers_know_one_name(evidence: Evidence) -> Iterator[str]:

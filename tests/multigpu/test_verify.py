@@ -184,7 +184,7 @@ def test_a_rank_that_fails_alone_is_named_and_the_next_trial_is_not_disturbed() 
     assert wrong.status is Status.WRONG
     assert {finding.message.partition(" (")[0] for finding in wrong.findings} == {"RuntimeError: this once"}
     assert 0 not in {finding.rank for finding in wrong.findings}
-    assert right.status is Status.OK
+    assert right.status is Status.OK, right.findings
 
 
 @pytest.mark.world_size(2)

@@ -105,8 +105,8 @@ def unhooked(site: Site) -> Iterator[None]:
         yield
 
 
-def _without(obstacle: Any, check: Any = None) -> Inject:
-    """Hide an obstacle to cuts from planning, and skip the check for it in the proof, if there is one."""
+def _without(obstacle: Any, check: Any) -> Inject:
+    """Hide an obstacle to cuts from planning, and skip the check for it in the proof."""
 
     @contextlib.contextmanager
     def inject(site: Site) -> Iterator[None]:
@@ -164,7 +164,7 @@ def forgetting_writes(site: Site) -> Iterator[None]:
         yield
 
 
-WRITTEN_APART = _without(cut_points.up_to_last_write)
+WRITTEN_APART = _without(cut_points.up_to_last_write, memory.writes_follow_reads_in_one_segment)
 """Cuts between a tensor's creation or a read of it and a later write are allowed, in planning and proof."""
 
 

@@ -202,6 +202,7 @@ state: segment 0, node y: expected autocast('cpu', torch.bfloat16, True, None) a
     and grad mode on
 balance: segment 0: expected no autocast and grad mode on after it, found autocast('cpu',
     torch.bfloat16, True, None) in autocast('cpu', torch.bfloat16, True, None) and grad mode on
+writes: segment 1, node add_: writes to memory that row makes or uses in segment 0
 aliases: segment 1, input view_1: is one tensor with input y, and t_ writes to it
 descriptions: segment 1, input view_1: is described as it is after t_, which changes it in place
 detached values: segment 0, input l_args_0_: is detached, but y sends gradient to it
