@@ -30,7 +30,7 @@ import ddpopt
 from ddpopt.ddp.impose import imposed_plan
 from ddpopt.errors import DdpoptError, PlanMismatchError, UnsupportedError, UsageError
 from ddpopt.ranks.group import Ranks
-from tests.support.models import Pair, params_of
+from tests.support.models import Pair, calling_inductor, params_of
 from tests.support.refusals import refusal
 
 if torch.__version__ < "2.13":
@@ -743,11 +743,6 @@ def test_a_step_may_be_the_first_that_dynamo_traces(ranks: Ranks) -> None:
 class Residual(nn.Sequential):
     def forward(self, x: Tensor) -> Any:
         return x + super().forward(x)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-
-
-def calling_inductor(gm: Any, inputs: Any) -> Any:
-    """A backend of the user's."""
-    return torch._dynamo.lookup_backend("inductor")(gm, inputs)
 
 
 INDUCTOR = ("inductor", calling_inductor)

@@ -20,7 +20,7 @@ from ddpopt.inline import inductor
 from ddpopt.inline.handover import COPIED, LATE, TAKEN, Call
 from ddpopt.testing import resolve
 from ddpopt.testing.drawn import DrawnModel, step
-from tests.support.models import completed
+from tests.support.models import calling_inductor, completed
 
 pytestmark = pytest.mark.usefixtures("one_rank_group", "fresh_dynamo")
 
@@ -176,11 +176,6 @@ def test_an_optimizer_in_the_communication_hook_changes_no_gradient_of_its_step(
         call = ddpopt.compile(ddp, strategy="inline") if compiled else ddp
         trained.append(gradients(ddp.module, call, drawn(*SIZE)))
     torch.testing.assert_close(*trained)
-
-
-def calling_inductor(gm: Any, inputs: Any) -> Any:
-    """A backend of the user's."""
-    return torch._dynamo.lookup_backend("inductor")(gm, inputs)
 
 
 def test_a_backend_that_calls_inductor_keeps_its_overlap() -> None:
