@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from ddpopt.observation.observe import observe as observe
     from ddpopt.planning.plan import Plan as Plan
     from ddpopt.step.api import train_step as train_step
+    from ddpopt.step.replicate import Replicate as Replicate
+    from ddpopt.step.replicate import ShardOptimizer as ShardOptimizer
 
 __version__ = "0.1.0"
 
@@ -29,6 +31,8 @@ _HOMES = {
     "DdpoptError": "errors",
     "Explanation": "explanation.result",
     "Plan": "planning.plan",
+    "Replicate": "step.replicate",
+    "ShardOptimizer": "step.replicate",
     "Verdict": "judge.verdict",
     "compile": "dynamo.api",
     "explain": "explanation.explain",

@@ -1,4 +1,4 @@
-"""What ddpopt keeps of each DDP module: one record, which `state_of` finds.
+"""What ddpopt keeps of each module: one record, which `state_of` finds.
 
 | field | written by | read by |
 |---|---|---|
@@ -6,6 +6,7 @@
 | `deferral` | `deferral.Deferral`, which begins and ends | `held.running_reducer`, `deferral.pending` |
 | `keeps_buckets` | `deferral.Deferral` | `dynamo.backend` |
 | `ready_hooks` | `ready_hooks.ready_hooks`, once | `ready_hooks.ready_hooks` |
+| `is_replicated` | `step.replicate` | `step.replicate` |
 | `step_plan` | `step.train` | `observation`, `explanation` and `judge` |
 | `left_by_steps` | `step.reductions` | `step.reductions` |
 | `graphs`, `backends` | `dynamo.backend` | `dynamo.backend` |
@@ -18,14 +19,16 @@ import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch.nn.parallel import DistributedDataParallel
+from torch import nn
 
 from ddpopt.planning.plan import Plan
 
 
 @dataclass(eq=False)
 class ModuleState:
-    """The record of one DDP module. None of its values may keep the module alive.
+    """The record of one module: a DDP module, or a plain one that steps train.
+
+    None of its values may keep the module alive.
 
     Attributes:
         planned: the last reducer that was made to follow a plan; DDP may have replaced it since.
@@ -35,6 +38,7 @@ class ModuleState:
         ready_hooks: the hooks that notify its reducer of gradients; None until they are needed.
         step_plan: the plan of the step in one graph that trained it last, if any did.
         left_by_steps: what steps in one graph left in its reducer, which later ones must know.
+        is_replicated: of a plain module: whether a step has copied the first rank's parameters and buffers.
         graphs: its graphs, as each backend sees them; backends that share them have one key.
         backends: those that have seen the module.
         tuning: a weak reference to what tunes it while it trains; its logger keeps that alive.
@@ -46,17 +50,18 @@ class ModuleState:
     ready_hooks: Any = None
     step_plan: Plan | None = None
     left_by_steps: Any = None
+    is_replicated: bool = False
     graphs: weakref.WeakKeyDictionary[Any, Any] = field(default_factory=weakref.WeakKeyDictionary)
     backends: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     tuning: weakref.ReferenceType[Any] | None = None
 
 
-_states: weakref.WeakKeyDictionary[DistributedDataParallel, ModuleState] = weakref.WeakKeyDictionary()
+_states: weakref.WeakKeyDictionary[nn.Module, ModuleState] = weakref.WeakKeyDictionary()
 
 
-def state_of(ddp: DistributedDataParallel) -> ModuleState:
-    """The record of a DDP module; the first call makes an empty one."""
-    state = _states.get(ddp)
+def state_of(module: nn.Module) -> ModuleState:
+    """The record of a module; the first call makes an empty one."""
+    state = _states.get(module)
     if state is None:
-        state = _states[ddp] = ModuleState()
+        state = _states[module] = ModuleState()
     return state

@@ -20,8 +20,7 @@ from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables import ConstantVariable, TensorVariable
 
 from ddpopt.errors import UnsupportedError
-from ddpopt.step.replicas import INSTEAD
-from ddpopt.step.settings import WHAT
+from ddpopt.step.settings import INSTEAD, WHAT
 from ddpopt.step.unused import FILLED, Filled
 
 torch.library.define("ddpopt::mark", "(Tensor parameter, Tensor gradient) -> Tensor")

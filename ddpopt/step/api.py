@@ -13,6 +13,7 @@ import torch
 from ddpopt.errors import UnsupportedError
 from ddpopt.graph.nodes import CompilerFn
 from ddpopt.step.overrides import Override, Transform
+from ddpopt.step.parallel import Parallel
 from ddpopt.step.settings import WHAT, Fallback, Fusion, StepSettings
 from ddpopt.torch_private import STEP, require_supported
 
@@ -25,12 +26,13 @@ def train_step(
     overrides: Sequence[Override] = (),
     transform: Transform | None = None,
     fallback: Fallback | None = None,
+    parallel: Parallel | None = None,
 ) -> Any:
     """Run a train step as one graph: forward, loss, backward, all-reduces and optimizer.
 
     Args:
-        function: ordinary eager code of a step with DDP modules and optimizers, as arguments or as variables
-            that it reads. Without it, a decorator is returned.
+        function: ordinary eager code of a step with modules and optimizers, as arguments or as variables that
+            it reads. Without it, a decorator is returned.
         backend: name of a Dynamo backend, or a callable ``(gm, example_inputs) -> callable``.
         fusion: ``"concat"``: a bucket's gradients are sent in one buffer; ``"coalesced"``: in one operation.
         overrides: keep submodules out of the graph, or change the captured graph.
@@ -38,6 +40,8 @@ def train_step(
             buckets (``bucket_0_all_reduce``). It runs once for each graph, and returns a graph or None.
         fallback: ``"inline"``: a step that cannot be captured runs in eager around `ddpopt.compile`. By
             default it raises.
+        parallel: how modules without DDP are trained, such as ``ddpopt.Replicate()``; by default each is in
+            `DistributedDataParallel`, which says how.
 
     Returns:
         A `TrainStep`, called as the function is.
@@ -49,7 +53,7 @@ def train_step(
     if torch.__version__ < (2, 13):  # type: ignore[operator]  # torch's version compares with tuples
         raise UnsupportedError(f"{WHAT}: expected torch >= 2.13, got {torch.__version__}; use ddpopt.compile")
     require_supported(STEP)
-    settings = StepSettings(backend, fusion, fallback, tuple(overrides), transform)
+    settings = StepSettings(backend, fusion, fallback, tuple(overrides), transform, parallel)
     from ddpopt.step.train import TrainStep  # it needs private names that older releases lack
 
     if function is None:

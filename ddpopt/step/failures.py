@@ -22,7 +22,7 @@ from torch._dynamo.exc import (
     Unsupported,
     UserError,
 )
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 import ddpopt.errors
 from ddpopt.ddp.agreement import exchange_plans, plan_difference, same_buckets
@@ -30,8 +30,8 @@ from ddpopt.ddp.deferral import LONGEST_WAIT
 from ddpopt.errors import CaptureError, DdpoptError, PlanMismatchError, UnsupportedError
 from ddpopt.planning.plan import Plan
 from ddpopt.step import tracing
-from ddpopt.step.joining import is_joining
-from ddpopt.step.settings import WHAT
+from ddpopt.step.replicas import Replica
+from ddpopt.step.settings import INSTEAD, WHAT
 from ddpopt.step.unused import Names, UsedElsewhereError, candidates, decoded, encoded
 
 FOLDERS = [os.path.dirname(module.__file__ or "") + os.sep for module in (torch, contextlib, ddpopt.errors)]
@@ -109,12 +109,31 @@ def _where(error: BaseException) -> str:
     return f"{last.filename}:{last.lineno}, in {last.name}: `{code}`: "
 
 
+def require_no_modes() -> None:
+    """Check that no mode of torch watches operators or gradients; raises UnsupportedError.
+
+    Dynamo compiles nothing under one, and remembers that for later calls.
+    """
+    if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
+        raise UnsupportedError(
+            f"{WHAT} cannot run under anomaly detection, which looks at the values of each gradient; run the "
+            f"undecorated function there, or {INSTEAD}"
+        )
+    active = [mode for mode in _get_current_dispatch_mode_stack() if not mode.is_infra_mode()]
+    modes = [type(mode).__name__.strip("_") for mode in active]
+    if modes:
+        raise UnsupportedError(
+            f"{WHAT} cannot run under {modes[-1]}, as Dynamo compiles nothing there; call the step outside "
+            f"of it, and the undecorated function inside it, or {INSTEAD}"
+        )
+
+
 @dataclass(frozen=True)
 class OwnStep:
     """What a rank is about to run.
 
     Attributes:
-        ddps: the DDP modules.
+        replicas: the modules.
         keys: a digest of the step's collectives on each process group; none if there is a problem.
         plans: the plan of each module; none if there is a problem.
         used: the names of the parameters that this rank uses, by module.
@@ -122,7 +141,7 @@ class OwnStep:
         problem: why this rank has no plans.
     """
 
-    ddps: Sequence[Any]
+    replicas: Sequence[Replica]
     keys: Mapping[str, int] = field(default_factory=dict)
     plans: Sequence[Plan] = ()
     used: Mapping[Any, Names] = field(default_factory=dict)
@@ -148,42 +167,44 @@ def compare_steps(own: OwnStep, asked: set[str]) -> None:
         InfrastructureError: another rank did not answer in time.
     """
     groups: dict[str, list[int]] = {}
-    for place, ddp in enumerate(own.ddps):
-        if is_joining(ddp):  # a rank that has joined compares nothing
+    for place, replica in enumerate(own.replicas):
+        if replica.is_joining:  # a rank that has joined compares nothing
             continue
-        groups.setdefault(ddp.process_group.group_name, []).append(place)
+        groups.setdefault(replica.group.group_name, []).append(place)
     for group, places in groups.items():
-        ddps = [own.ddps[place] for place in places]
+        replicas = [own.replicas[place] for place in places]
+        first = replicas[0]
         key = own.keys.get(group, 0)
-        looked_for = candidates(ddps)
-        most, least, most_looked_for, least_looked_for = _extremes(ddps[0], key, len(looked_for))
+        looked_for = candidates(replicas)
+        most, least, most_looked_for, least_looked_for = _extremes(first, key, len(looked_for))
         all_look = most_looked_for == least_looked_for > 0
         if all_look and least and group not in asked:  # no rank has failed
-            numbers = encoded(looked_for, own.used).to(ddps[0].device)
-            _reduce(ddps[0], numbers)
+            numbers = encoded(looked_for, own.used).to(first.device)
+            _reduce(first, numbers)
             used = decoded(looked_for, numbers)
-            if most != least or any(names != own.averaged[ddp] for ddp, names in used.items()):
+            if most != least or any(names != own.averaged[owner] for owner, names in used.items()):
                 asked.add(group)
                 raise UsedElsewhereError(used)
         if most != least:
             plan = own.plans[places[-1]] if own.plans else None
-            _raise_difference(ddps[0].process_group, plan, own.problem)
+            _raise_difference(first.group, plan, own.problem)
     if own.problem is not None:
         raise own.problem
 
 
-def _extremes(ddp: Any, *numbers: int) -> list[int]:
+def _extremes(replica: Replica, *numbers: int) -> list[int]:
     """The highest and the lowest of each number, over the ranks of a module's group."""
-    found = torch.tensor([signed for number in numbers for signed in (number, -number)], device=ddp.device)
-    _reduce(ddp, found)
+    both = [signed for number in numbers for signed in (number, -number)]
+    found = torch.tensor(both, device=replica.device)
+    _reduce(replica, found)
     signs = itertools.cycle((1, -1))
     return [sign * number for sign, number in zip(signs, found.tolist(), strict=False)]
 
 
-def _reduce(ddp: Any, numbers: Tensor) -> None:
+def _reduce(replica: Replica, numbers: Tensor) -> None:
     """Take the maximum over the ranks of a module's group."""
     with _disable_current_modes():  # what watches the user's program need not see it
-        dist.all_reduce(numbers, dist.ReduceOp.MAX, ddp.process_group)
+        dist.all_reduce(numbers, dist.ReduceOp.MAX, replica.group)
 
 
 def _raise_difference(group: Any, plan: Plan | None, problem: Exception | None) -> None:

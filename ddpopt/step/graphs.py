@@ -6,7 +6,7 @@ Accumulations move up to where their gradient is ready, as eager's autograd runs
 Invariant: the graph computes what Dynamo's does, and takes and returns the same.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,16 +15,15 @@ from torch import Tensor, fx
 from torch._guards import TracingContext
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ddpopt.errors import UsageError
+from ddpopt.errors import UnsupportedError, UsageError
 from ddpopt.graph.drawing import AS_EAGER
 from ddpopt.graph.effects import written_storages
-from ddpopt.graph.nodes import CHECKPOINT, by_storage, read_storages
+from ddpopt.graph.nodes import CHECKPOINT, by_storage, read_storages, storages
 from ddpopt.planning.plan import Plan
 from ddpopt.step.accumulation import MARK
-from ddpopt.step.joining import require_joinable
-from ddpopt.step.reductions import Reductions
-from ddpopt.step.replicas import AVERAGE, SYNCHRONIZED, Averaged, Replica, slots_of
-from ddpopt.step.settings import WHAT
+from ddpopt.step.parallel import Averaging, Own, Parallel
+from ddpopt.step.replicas import AVERAGE, SYNCHRONIZED, Averaged, Known, Replica
+from ddpopt.step.settings import INSTEAD, WHAT
 from ddpopt.step.tracing import Seen
 from ddpopt.step.unused import FILLED, reached_from
 
@@ -40,47 +39,67 @@ class CapturedStep:
 
     Attributes:
         gm: the graph, in which each averaged gradient passes through ``ddpopt::average``.
-        replicas: the DDP modules.
+        replicas: the modules.
         slots: the parameters that are averaged, in ready order; the second arguments of ``ddpopt::average``.
-        reductions: what its forwards and backwards do to the state of DDP's reducers.
+        averaging: which of its accumulations average.
         tensors: those of its inputs that are tensors, by the name of their placeholder.
-        plans: the buckets of each DDP module; empty until they are planned.
+        plans: the buckets of each module; empty until they are planned.
     """
 
     gm: fx.GraphModule
     replicas: tuple[Replica, ...]
     slots: tuple[Averaged, ...]
-    reductions: Reductions
+    averaging: Averaging
     tensors: Mapping[str, Tensor]
     plans: tuple[Plan, ...] = ()
 
 
-def record_step(gm: fx.GraphModule, inputs: Sequence[Any], seen: Seen) -> CapturedStep:
+def record_step(
+    gm: fx.GraphModule, inputs: Sequence[Any], seen: Seen, parallel: Parallel, near: Own
+) -> CapturedStep:
     """Record the operators of a step.
 
     Args:
         gm: Dynamo's graph.
         inputs: its inputs.
-        seen: the modules and optimizers of the step.
+        seen: the DDP modules and optimizers of the step.
+        parallel: how its modules are data-parallel.
+        near: the modules that its function can read.
 
     Raises:
-        UsageError: a gradient is missing or reduced twice, or the step reads no parameter of an optimizer.
+        UsageError: a gradient is missing or reduced twice, the step reads no parameter of an optimizer, or
+            has no module that can be trained so.
         UnsupportedError: DDP's first iteration would differ from the others.
     """
-    replicas = tuple(seen.replicas.values())
+    replicas = parallel.replicas([*seen.replicas.values()], near, inputs)
     known = slots_of(replicas)
-    reductions = Reductions(known, replicas)
-    recorded, averaged = _recorded(gm, inputs, reductions)
-    slots = _mark(recorded.graph, averaged)
+    averaging = parallel.averaging(known, replicas, seen.forwards)
+    recorded, averaged = _recorded(gm, inputs, averaging)
+    slots = _mark(recorded.graph, averaged, averaging)
     _require_own_optimizers(seen, {*known, *map(id, inputs)})
-    reductions.finish()
-    for each in replicas:
-        is_reduced = each in reductions.begun - reductions.pending
-        require_joinable(each, replicas, seen.forwards[id(each.ddp)], is_reduced=is_reduced)
+    averaging.finish()
     recorded.recompile()
     named = zip(recorded.graph.find_nodes(op="placeholder"), inputs, strict=True)
     tensors = {node.name: value for node, value in named if isinstance(value, Tensor)}
-    return CapturedStep(recorded, replicas, slots, reductions, tensors)
+    return CapturedStep(recorded, replicas, slots, averaging, tensors)
+
+
+def slots_of(replicas: Iterable[Replica]) -> Known:
+    """What modules average, by ``id`` of the parameter.
+
+    Raises:
+        UnsupportedError: a module has an option, or a parameter, that a step does not support.
+        UsageError: its parameters were replaced.
+    """
+    found: dict[int, list[Averaged]] = {}
+    for replica in replicas:
+        parameters = dict(replica.module.named_parameters())
+        for spec in replica.specs():
+            if spec.sparse:
+                raise UnsupportedError(f"{WHAT}: {spec.name!r} has sparse gradients; {INSTEAD}")
+            key = id(parameters[spec.name])
+            found.setdefault(key, []).append(Averaged(replica, spec, (key, replica.group.group_name)))
+    return found
 
 
 @dataclass
@@ -89,13 +108,13 @@ class _Accumulations:
 
     Attributes:
         real: ``id`` of each input, by that of its fake tensor.
-        reductions: what DDP averages.
+        averaging: what averages each.
         averaged: for each accumulation, what averages its gradient.
         begun: ``id`` of the parameters whose accumulation has begun, and the number of each.
     """
 
     real: Mapping[int, int]
-    reductions: Reductions
+    averaging: Averaging
     averaged: list[list[Averaged]] = field(default_factory=list)
     begun: dict[int, int] = field(default_factory=dict)
 
@@ -104,7 +123,7 @@ class _Accumulations:
         key = self.real.get(id(parameter), 0)  # the same object, if an operator wrote to it before
         if key in self.begun:
             return self.begun.pop(key)
-        self.averaged.append(self.reductions.averaging(key))
+        self.averaged.append(self.averaging.averaging(key))
         self.begun[key] = len(self.averaged) - 1
         return self.begun[key]
 
@@ -118,25 +137,25 @@ class _RecordingInterpreter(fx.Interpreter):
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Run a call."""
-        reductions = self._accumulations.reductions
+        averaging = self._accumulations.averaging
         if target is CHECKPOINT:
             return _RecordingInterpreter(args[0], self._accumulations).run(*args[1:])
         if target is SYNCHRONIZED:
             module, outputs, _ = args
             reached = {self._accumulations.real.get(each, 0) for each in reached_from(outputs)}
-            return reductions.forward(module, outputs, reached)
+            return averaging.forward(module, outputs, reached)
         if target is MARK:
             parameter, gradient = args
             return NUMBERED(gradient, self._accumulations.number(parameter))
         if target is torch.autograd.grad:
-            reductions.backward()
+            averaging.backward()
         if target is torch.ops.ddpopt.opaque and torch.is_autocast_enabled(args[1][-1].device.type):
             raise UsageError("opaque: autocast does not reach the module; call it outside of autocast")
         return super().call_function(target, args, kwargs)
 
 
 def _recorded(
-    gm: fx.GraphModule, inputs: Sequence[Any], reductions: Reductions
+    gm: fx.GraphModule, inputs: Sequence[Any], averaging: Averaging
 ) -> tuple[fx.GraphModule, list[list[Averaged]]]:
     """The graph of operators, and what averages the gradient of each accumulation."""
     placeholders = gm.graph.find_nodes(op="placeholder")
@@ -144,7 +163,7 @@ def _recorded(
     traced = [node.meta["example_value"] for node in placeholders]
     fakes = [_fake(context, each, value) for each, value in zip(traced, inputs, strict=True)]
     real = {id(fake): id(value) for fake, value in zip(fakes, inputs, strict=True)}
-    accumulations = _Accumulations(real, reductions)
+    accumulations = _Accumulations(real, averaging)
     interpreter = _RecordingInterpreter(gm, accumulations)
     torch.clear_autocast_cache()
     with context.fake_mode, torch.autograd.set_multithreading_enabled(False), torch.enable_grad():
@@ -168,13 +187,17 @@ def _fake(context: Any, traced: Any, value: Any) -> Any:
     return fresh.requires_grad_(value.requires_grad)
 
 
-def _mark(graph: fx.Graph, averaged_by: Sequence[Sequence[Averaged]]) -> tuple[Averaged, ...]:
+def _mark(
+    graph: fx.Graph, averaged_by: Sequence[Sequence[Averaged]], averaging: Averaging
+) -> tuple[Averaged, ...]:
     """Replace the marks of accumulations by those of averaged gradients, where these are ready."""
     slots: list[Averaged] = []
     numbered: dict[int, list[fx.Node]] = {}
     for node in graph.find_nodes(op="call_function", target=NUMBERED):
         numbered.setdefault(node.args[1], []).append(node)
     pairs = [(begin, end) for begin, end in numbered.values()]
+    if averaging.only_if_read:
+        averaged_by = _only_read(graph, pairs, averaged_by)
     _zeros_first(graph, [begin.args[0] for (begin, _), by in zip(pairs, averaged_by, strict=True) if by])
     order = {node: place for place, node in enumerate(graph.nodes)}
     holding = by_storage(graph.nodes)
@@ -187,9 +210,7 @@ def _mark(graph: fx.Graph, averaged_by: Sequence[Sequence[Averaged]]) -> tuple[A
             if averaged in slots:
                 raise UsageError(
                     f"{WHAT}: two backward passes of one step reduce the gradient of "
-                    f"{averaged.spec.name!r} of {averaged.replica.name}. Call DDP once and "
-                    "add the losses, or use no_sync() for all backwards of a step but "
-                    "the last; before a backward of this rank alone, set gradients to None"
+                    f"{averaged.spec.name!r} of {averaged.replica.name}. {averaging.twice}"
                 )
             with graph.inserting_before(end):
                 gradient = graph.call_function(AVERAGE, (gradient, len(slots)))
@@ -202,6 +223,34 @@ def _mark(graph: fx.Graph, averaged_by: Sequence[Sequence[Averaged]]) -> tuple[A
         graph.erase_node(end)
         graph.erase_node(begin)
     return tuple(slots)
+
+
+def _only_read(
+    graph: fx.Graph,
+    pairs: Sequence[tuple[fx.Node, fx.Node]],
+    averaged_by: Sequence[Sequence[Averaged]],
+) -> list[Sequence[Averaged]]:
+    """What averages each accumulation: nothing, if only the parameter's next accumulation reads the sum."""
+    order = {node: place for place, node in enumerate(graph.nodes)}
+    holding = by_storage(graph.nodes)
+    of_parameter: dict[int, list[int]] = {}
+    for number, averaged in enumerate(averaged_by):
+        for key in {each.sent[0] for each in averaged}:
+            of_parameter.setdefault(key, []).append(number)
+    found = [*averaged_by]
+    for numbers in of_parameter.values():
+        until = [order[pairs[number][0]] for number in numbers[1:]]
+        for number, stop in zip(numbers, [*until, len(order)], strict=True):
+            begin, end = pairs[number]
+            read = {key for node in _until(begin, end) for key in read_storages(node)}
+            stored = [each for each in end.users if read.intersection(written_storages(each))]
+            held = [each for node in (end, *stored) for key in storages(node) for each in holding[key]]
+            touching = {each for node in held for each in (node, *node.users)} - {*stored}
+            between = range(order[end] + 1, stop)
+            is_left = stop == len(order) and any(each.op == "placeholder" for each in held)
+            if not is_left and not any(order[each] in between for each in touching):
+                found[number] = ()
+    return found
 
 
 def _zeros_first(graph: fx.Graph, averaged: Sequence[Any]) -> None:

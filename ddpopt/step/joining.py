@@ -18,8 +18,8 @@ from ddpopt.ddp.held import bucket_members, running_reducer
 from ddpopt.ddp.specs import specs_from_ddp
 from ddpopt.errors import UnsupportedError
 from ddpopt.planning.bucket_rule import ParamSpec
-from ddpopt.step.replicas import INSTEAD, Replica
-from ddpopt.step.settings import WHAT
+from ddpopt.step.replicas import Replica
+from ddpopt.step.settings import INSTEAD, WHAT
 
 
 class RebuiltError(Exception):
@@ -43,7 +43,7 @@ def require_joinable(replica: Replica, others: Sequence[Replica], forwards: int,
     Raises:
         UnsupportedError: they cannot.
     """
-    ddp: Any = replica.ddp
+    ddp: Any = replica.owner
     if not is_joining(ddp):
         return
     problems = {

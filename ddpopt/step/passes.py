@@ -7,6 +7,7 @@ gradients, a user's override: each is a pass here, or a value that a pass reads.
 from collections.abc import Callable
 
 from ddpopt.step.collectives import insert_collectives, plan_step
+from ddpopt.step.gathering import gather_parameters
 from ddpopt.step.graphs import CapturedStep
 from ddpopt.step.overrides import passed
 from ddpopt.step.settings import WHAT, StepSettings
@@ -31,8 +32,10 @@ def plan_buckets(step: CapturedStep, _: StepSettings) -> None:
 
 
 def send_buckets(step: CapturedStep, settings: StepSettings) -> None:
-    """Insert an all-reduce for each bucket."""
-    insert_collectives(step, step.plans, settings.fusion)
+    """Insert a collective for each bucket."""
+    parallel = settings.parallel
+    shares = None if parallel is None else parallel.shares(step.replicas)
+    insert_collectives(step, step.plans, settings.fusion, shares)
 
 
 def apply_transform(step: CapturedStep, settings: StepSettings) -> None:
@@ -45,4 +48,10 @@ def apply_transform(step: CapturedStep, settings: StepSettings) -> None:
         step.gm = passed(settings.transform, step.gm, f"{WHAT}(transform=...)")
 
 
-PASSES: tuple[Pass, ...] = (apply_overrides, plan_buckets, send_buckets, apply_transform)
+PASSES: tuple[Pass, ...] = (
+    apply_overrides,
+    plan_buckets,
+    send_buckets,
+    gather_parameters,
+    apply_transform,
+)

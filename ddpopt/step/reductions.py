@@ -19,8 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.ddp.state import state_of
 from ddpopt.errors import UnsupportedError, UsageError
-from ddpopt.step.replicas import INSTEAD, Averaged, Replica
-from ddpopt.step.settings import WHAT
+from ddpopt.step.joining import require_joinable
+from ddpopt.step.replicas import Averaged, Known, Replica
+from ddpopt.step.settings import INSTEAD, WHAT
 
 
 @dataclass
@@ -119,6 +120,7 @@ class Reductions:
     Args:
         known: what each module averages, by ``id`` of the parameter.
         replicas: the DDP modules of the step.
+        forwards: how often each is called, by ``id``.
 
     Attributes:
         begun: modules that had a synchronized forward.
@@ -126,7 +128,18 @@ class Reductions:
         pending: modules whose reduction has begun, and has reduced nothing, at the end of the step.
     """
 
-    def __init__(self, known: Mapping[int, Sequence[Averaged]], replicas: Iterable[Replica]) -> None:
+    only_if_read = False
+    twice = (
+        "Call DDP once and add the losses, or use no_sync() for all backwards of a step but the last; before "
+        "a backward of this rank alone, set gradients to None"
+    )
+
+    def __init__(
+        self,
+        known: Known,
+        replicas: Iterable[Replica],
+        forwards: Mapping[int, int],
+    ) -> None:
         self.begun: set[Replica] = set()
         self.local: set[Replica] = set()
         self.pending: set[Replica] = set()
@@ -135,7 +148,8 @@ class Reductions:
         self._reached: dict[Replica, set[int]] = {}
         self._here: dict[Replica, set[int]] = {}
         self._known = known
-        self._replicas = {id(replica.ddp): replica for replica in replicas}
+        self._forwards = forwards
+        self._replicas = {id(replica.owner): replica for replica in replicas}
         self._names: dict[Replica, dict[int, str]] = {each: {} for each in self._replicas.values()}
         for key, averaged in known.items():
             for each in averaged:
@@ -153,10 +167,10 @@ class Reductions:
         """
         replica = self._replicas[module]
         waiting = {*self._names[replica]}
-        if replica.ddp.static_graph:
+        if replica.owner.static_graph:
             self._reached[replica] = {*reached}
             self._outputs += [(replica, each, each._version) for each in outputs]
-        elif replica.ddp.find_unused_parameters:
+        elif replica.owner.find_unused_parameters:
             waiting &= {*reached}
             self._here.setdefault(replica, set()).update(waiting)
             somewhere = replica.used_somewhere or ()
@@ -210,8 +224,8 @@ class Reductions:
     def _keep_alone(self, averaged: Averaged, parameter: int) -> None:
         """Note a gradient that stays this rank's own."""
         replica = averaged.replica
-        if not replica.ddp.static_graph:
-            if replica.ddp.find_unused_parameters:
+        if not replica.owner.static_graph:
+            if replica.owner.find_unused_parameters:
                 self._used.setdefault(replica, set()).add(parameter)
         elif parameter in self._reached.get(replica, set()) - self._reduced.get(replica, set()):
             raise UsageError(
@@ -230,7 +244,7 @@ class Reductions:
         """What the step does to each module, in the order in which they were given."""
         return [
             Met(
-                ref(each.ddp),
+                ref(each.owner),
                 each.name,
                 each in self.local,
                 each in self.begun,
@@ -250,7 +264,8 @@ class Reductions:
 
         Raises:
             UsageError: a parameter got no gradient, so DDP would fail in its next iteration.
-            UnsupportedError: the step writes to an output that DDP copies only in its first iteration.
+            UnsupportedError: the step writes to an output that DDP copies only in its first iteration, or is
+                one that ranks under ``join()`` cannot repeat.
         """
         for replica, output, version in self._outputs:
             if output._version != version:
@@ -268,8 +283,12 @@ class Reductions:
                 f"{WHAT}: {replica.name} got no gradient for {', '.join(map(repr, missing))}, so DDP would "
                 "fail in the next step; build it with find_unused_parameters=True or static_graph=True"
             )
+        replicas = [*self._replicas.values()]
+        for replica in replicas:
+            is_reduced = replica in self.begun - self.pending
+            require_joinable(replica, replicas, self._forwards[id(replica.owner)], is_reduced=is_reduced)
 
 
 def _is_joint(replica: Replica) -> bool:
     """Whether DDP joins the outputs, so that one backward through any of them completes a reduction."""
-    return bool(replica.ddp.find_unused_parameters or replica.ddp.static_graph)
+    return bool(replica.owner.find_unused_parameters or replica.owner.static_graph)

@@ -20,8 +20,7 @@ from torch._dynamo.comptime import comptime
 from torch.amp import grad_scaler
 
 from ddpopt.errors import UnsupportedError
-from ddpopt.step.replicas import INSTEAD
-from ddpopt.step.settings import WHAT
+from ddpopt.step.settings import INSTEAD, WHAT
 
 MADE: list[tuple[Tensor, Any, list[tuple[Any, list[str]]]]] = []
 """Of each optimizer's step that made state: how many gradients are infinite, the optimizer, and the names of

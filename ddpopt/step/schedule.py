@@ -24,7 +24,13 @@ from ddpopt.graph.nodes import body_nodes, read_storages, storages
 
 aten: Any = torch.ops.aten
 c10d: Any = torch.ops._c10d_functional
-STARTS = (c10d.all_reduce.default, c10d.all_reduce_coalesced.default, c10d.broadcast.default)
+STARTS = (
+    c10d.all_reduce.default,
+    c10d.all_reduce_coalesced.default,
+    c10d.broadcast.default,
+    c10d.reduce_scatter_tensor.default,
+    c10d.all_gather_into_tensor.default,
+)
 WAIT = c10d.wait_tensor.default
 SCALES = (aten.mul.Tensor, aten.div.Tensor)
 """How a gradient is scaled before it is sent."""

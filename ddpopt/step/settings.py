@@ -6,12 +6,14 @@ Invariant: this module needs no private name of torch, so that every release can
 from dataclasses import dataclass
 from typing import Literal
 
-from ddpopt.errors import require_choice
+from ddpopt.errors import UsageError, require_choice
 from ddpopt.graph.nodes import CompilerFn
 from ddpopt.step.overrides import Override, Transform
+from ddpopt.step.parallel import Parallel
 
 WHAT = "ddpopt.train_step"
 """The name of `train_step` in error messages."""
+INSTEAD = "use ddpopt.compile(model), or fallback='inline'"
 Fusion = Literal["concat", "coalesced"]
 Fallback = Literal["inline"]
 
@@ -21,7 +23,7 @@ class StepSettings:
     """How steps are compiled; see `train_step`.
 
     Raises:
-        UsageError: `fusion` or `fallback` is none of its words.
+        UsageError: `fusion` or `fallback` is none of its words, or `parallel` cannot be used.
     """
 
     backend: str | CompilerFn
@@ -29,8 +31,15 @@ class StepSettings:
     fallback: Fallback | None
     overrides: tuple[Override, ...]
     transform: Transform | None
+    parallel: Parallel | None = None
 
     def __post_init__(self) -> None:
         require_choice("fusion", self.fusion, Fusion)
         if self.fallback is not None:
             require_choice("fallback", self.fallback, Fallback)
+        if self.parallel is None:
+            return
+        if not isinstance(self.parallel, Parallel):
+            raise UsageError(f"{WHAT}: parallel: expected ddpopt.Replicate() or None, got {self.parallel!r}")
+        if self.fallback is not None:
+            raise UsageError(f"{WHAT}: fallback={self.fallback!r} needs a DDP module; leave parallel= out")

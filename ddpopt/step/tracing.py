@@ -38,9 +38,10 @@ from torch.utils._pytree import tree_map_only
 
 from ddpopt.errors import UnsupportedError
 from ddpopt.step import accumulation, fused, scaling
-from ddpopt.step.replicas import INSTEAD, SYNCHRONIZED, Replica, broadcast_buffers, source_name
-from ddpopt.step.settings import WHAT
+from ddpopt.step.replicas import SYNCHRONIZED, Replica, broadcast, source_name
+from ddpopt.step.settings import INSTEAD, WHAT
 from ddpopt.step.unused import Filled, Names
+from ddpopt.step.wrapped import DdpReplica
 
 CREATED = ("torch._dynamo.variables.dicts.SideEffectsProxyDict.side_effects", *accumulation.HOOKS)
 """An attribute of instances, which the patch makes one of the class, and what Dynamo looks for by name."""
@@ -60,10 +61,12 @@ class Seen:
         used_somewhere: the parameters that any rank uses, of modules that look for them, once that is known.
         filled: the parameters that only other ranks use.
         forward: DDP's forward, as Dynamo traces it.
+        optimizer_step: an optimizer's step, as Dynamo traces it; None for its own.
         accumulate: how Dynamo traces the accumulation of a gradient.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, optimizer_step: Callable[..., Any] | None = None) -> None:
+        self.optimizer_step = optimizer_step
         self.replicas: dict[int, Replica] = {}
         self.forwards: Counter[int] = Counter()
         self.optimizers: dict[int, tuple[str, Optimizer]] = {}
@@ -145,7 +148,7 @@ def _traced_forward(seen: Seen) -> Callable[..., Any]:
         variable = ctx.get_local("self")._i_will_not_complain_if_bc_breaks_VariableTracker()
         ddp = variable.value
         seen.forwards[id(ddp)] += 1
-        replica = Replica(source_name(variable.source), ddp, seen.used_somewhere.get(ddp))
+        replica = DdpReplica(source_name(variable.source), ddp, seen.used_somewhere.get(ddp))
         seen.replicas.setdefault(id(ddp), replica)
 
     def forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
@@ -153,7 +156,9 @@ def _traced_forward(seen: Seen) -> Callable[..., Any]:
         trains = torch.is_grad_enabled() and self.require_backward_grad_sync
         looks = self.find_unused_parameters and not self.static_graph
         if self.will_sync_module_buffers() and not self._join_config.enable:  # there, before the graph
-            broadcast_buffers(self)
+            buffers = self.module.named_buffers()
+            synced = [buffer for name, buffer in buffers if name not in self.parameters_to_ignore]
+            broadcast(synced, self.process_group)
         if self.device_ids:
             device = torch.device(self.device_type, self.device_ids[0])
             inputs, kwargs = tree_map_only(Tensor, lambda each: each.to(device), (inputs, kwargs))
@@ -205,7 +210,13 @@ def _still_a_parameter(value: Any, tx: Any, proxy: Any, *rest: Any) -> Any:
 
 
 class _Traced(variables.UserDefinedObjectVariable):
-    """An optimizer whose state is made in the graph."""
+    """An optimizer whose state is made in the graph.
+
+    Attributes:
+        step: takes the place of its step; None for its own.
+    """
+
+    step: Callable[..., Any] | None = None
 
     def generic_getattr(self, tx: Any, name: str) -> Any:
         """Look up an attribute; what Dynamo skips otherwise is traced."""
@@ -216,7 +227,9 @@ class _Traced(variables.UserDefinedObjectVariable):
             return self._bound(tx, inspect.unwrap(getattr(type(self.value), name)))
         if name == "step" and getattr(own, "__globals__", None) is vars(lr_scheduler):
             vars(self.value)["_opt_called"] = True  # as a scheduler's wrapper does
-            return self._bound(tx, own.__wrapped__)
+            return self._bound(tx, self.step or own.__wrapped__)
+        if name == "step" and self.step is not None:
+            return self._bound(tx, self.step)
         if name == "param_groups":
             self._count_in_tensors(tx)
         return super().generic_getattr(tx, name)
@@ -242,5 +255,6 @@ def _optimizer(seen: Seen, value: Optimizer, **options: Any) -> Any:
     seen.optimizers[id(value)] = f"{name} ({type(value).__name__})", value
     # not an OptimizerSource, for which Dynamo does not guard that a parameter is also the model's
     own = _Traced(value, **{**options, "source": options["source"].base})
+    own.step = seen.optimizer_step
     # without this, Dynamo would forget attributes that the step sets
     return _side_effects().track_object_existing(value, own)

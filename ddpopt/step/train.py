@@ -8,47 +8,38 @@ import functools
 import inspect
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import fx
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from ddpopt.ddp.impose import imposed_plan
-from ddpopt.ddp.ready_hooks import users_hooks
 from ddpopt.ddp.state import state_of
 from ddpopt.dynamo.shown import show_buckets
 from ddpopt.errors import CaptureError, DdpoptError, PlanMismatchError, UnsupportedError, UsageError
 from ddpopt.planning.plan import Plan
 from ddpopt.step.collectives import digests
 from ddpopt.step.compiling import compile_step
-from ddpopt.step.failures import OwnStep, compare_steps, reported
+from ddpopt.step.failures import OwnStep, compare_steps, reported, require_no_modes
 from ddpopt.step.fallback import inline
 from ddpopt.step.graphs import record_step
-from ddpopt.step.joining import RebuiltError, begin, end, is_joining
+from ddpopt.step.joining import RebuiltError
 from ddpopt.step.overrides import Swap, replacements, swapped
+from ddpopt.step.parallel import Own, Shares, outermost
 from ddpopt.step.passes import PASSES
-from ddpopt.step.replicas import (
-    INSTEAD,
-    require_no_modes,
-    require_no_node_hooks,
-    require_plain_ddp,
-)
+from ddpopt.step.replicas import Replica
 from ddpopt.step.scaling import forgetting_skipped
-from ddpopt.step.settings import WHAT, StepSettings
+from ddpopt.step.settings import INSTEAD, WHAT, StepSettings
 from ddpopt.step.tracing import MOST, Seen, traceable
-from ddpopt.step.transport import Transport, transport_of
 from ddpopt.step.unused import Names, UsedElsewhereError
+from ddpopt.step.wrapped import Wrapped
 
 logger = logging.getLogger("ddpopt")
-CompiledFor = tuple[Plan | None, str, Transport | None]
-"""A DDP module's imposed plan, the name of its process group, and how it sends gradients."""
 Used = frozenset[tuple[int, Names]]
 """The parameters that any rank uses, of each DDP module that looks for them, given by its ``id``."""
 Rebuilt = frozenset[int]
@@ -61,7 +52,7 @@ class Graph:
 
     Attributes:
         gm: the graph, with its collectives.
-        plans: the buckets of each DDP module.
+        plans: the buckets of each module.
     """
 
     gm: fx.GraphModule
@@ -84,17 +75,20 @@ class TrainStep:
         self._settings = settings
         self._compiled: dict[tuple[Used, Rebuilt], Any] = {}
         self._asked: set[str] = set()
-        self._begun: set[int] = set()
-        self._compiled_for: WeakKeyDictionary[Any, CompiledFor] = WeakKeyDictionary()
-        self._seen = Seen()
+        self._parallel = settings.parallel or Wrapped()
+        self._compiled_for: WeakKeyDictionary[Any, Hashable] = WeakKeyDictionary()
+        self._given: tuple[Any, Any] = (), {}
+        shares = weakref.WeakMethod(self._shares)
+        self._seen = Seen(self._parallel.optimizer_step(lambda: called(shares)()))
+        self._known_shares: Shares | None = None
         self._compared = False
-        self._replaced: WeakKeyDictionary[DistributedDataParallel, Sequence[Swap]] = WeakKeyDictionary()
+        self._replaced: WeakKeyDictionary[Any, Sequence[Swap]] = WeakKeyDictionary()
         self._swaps: Sequence[Swap] = ()
         self._inline: Callable[[], Any] | None = None
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        """The buckets of each DDP module in the last graph; empty before the first step."""
+        """The buckets of each module in the last graph; empty before the first step."""
         return self.graphs[-1].plans if self.graphs else ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -111,12 +105,22 @@ class TrainStep:
             return self._function(*args, **kwargs)
 
     def _run(self, args: Any, kwargs: Any) -> Any:
-        self._swaps = self._replacements(args, kwargs) if self._settings.overrides else []
-        if any(_read_of(ddp) != before for ddp, before in self._compiled_for.items()):
+        self._given = args, kwargs
+        try:
+            return self._agreed(args, kwargs)
+        finally:
+            self._given = (), {}  # a step keeps no module alive
+
+    def _agreed(self, args: Any, kwargs: Any) -> Any:
+        """Run the step, again if the other ranks use other parameters or have other buckets."""
+        self._swaps = self._replacements() if self._settings.overrides else []
+        reading = self._parallel.reading
+        if any(reading(owner) != before for owner, before in self._compiled_for.items()):
             self._compiled.clear()  # its graphs have other buckets, or send in another group
             self._compiled_for.clear()
         self._asked.clear()
-        self._begun.clear()
+        self._known_shares = None
+        self._parallel.forget()
         while True:
             try:
                 return self._attempt(args, kwargs)
@@ -130,13 +134,6 @@ class TrainStep:
         self._compared = True
         compare_steps(own, self._asked)
 
-    def _begin(self, joining: Sequence[Any]) -> None:
-        """Send what DDP sends before a forward under ``join()``, once in a step."""
-        for ddp in joining:
-            if id(ddp) not in self._begun:
-                self._begun.add(id(ddp))
-                begin(ddp)
-
     def _attempt(self, args: Any, kwargs: Any) -> Any:
         """Run the step with the graph for the parameters that the ranks used in the last one."""
         name = getattr(self._function, "__qualname__", repr(self._function))
@@ -147,18 +144,21 @@ class TrainStep:
                 return self._current()(*args, **kwargs)
         except DdpoptError as error:
             if not self._compared:  # the other ranks wait for this one
-                met = [replica.ddp for replica in self._seen.replicas.values()]
-                known = met or [*self._compiled_for] or self._near(args, kwargs)
-                self._compare(OwnStep(known, problem=error))
+                self._compare(OwnStep(self._met(), problem=error))
             raise
         finally:
             self._seen.forget()
 
+    def _met(self) -> Sequence[Replica]:
+        """The modules whose other replicas wait for this rank: of this step, of the last ones, or near."""
+        called = [*self._seen.replicas.values()]
+        owners = [*self._compiled_for] or [*self._near().values()]
+        return called or [self._parallel.replica(owner, type(owner).__name__) for owner in owners]
+
     def _current(self) -> Any:
         """The compiled function for what ranks use, and for the buckets of reducers under ``join()``."""
         used = frozenset((id(ddp), names) for ddp, names in self._seen.used_somewhere.items())
-        joining = [ddp for ddp in self._compiled_for if is_joining(ddp)]
-        key = used, frozenset(id(ddp) for ddp in joining if ddp._has_rebuilt_buckets)
+        key = used, self._parallel.joining(self._compiled_for)
         if key not in self._compiled:
             known = {used for used, _ in self._compiled}
             if used not in known and len(known) == MOST:
@@ -180,27 +180,33 @@ class TrainStep:
         """A step that is a method."""
         return self if instance is None else MethodType(self, instance)
 
-    def _near(self, args: Any, kwargs: Any) -> list[DistributedDataParallel]:
-        """The DDP modules that the function can read."""
+    def _near(self) -> Own:
+        """The modules that the function can read in this step."""
         function = inspect.unwrap(self._function)
         read = inspect.getclosurevars(function if inspect.isroutine(function) else lambda: None)
-        near = tree_leaves([args, kwargs, {**read.globals}, {**read.nonlocals}])
-        return [*dict.fromkeys(each for each in near if isinstance(each, DistributedDataParallel))]
+        return modules_in(self._parallel.kind, {**read.globals, **read.nonlocals}, *self._given)
 
-    def _replacements(self, args: Any, kwargs: Any) -> list[Swap]:
+    def _shares(self) -> Shares | None:
+        """Which rank owns each parameter of the modules near the step."""
+        if self._known_shares is None:
+            near = [self._parallel.replica(owner, name) for name, owner in outermost(self._near()).items()]
+            self._known_shares = self._parallel.shares(near)
+        return self._known_shares
+
+    def _replacements(self) -> list[Swap]:
         """The submodules to replace in these modules."""
-        ddps = self._near(args, kwargs)
-        for ddp in ddps:
-            if ddp not in self._replaced:
-                self._replaced[ddp] = [*replacements(ddp.module, self._settings.overrides)]
-        return [swap for ddp in ddps for swap in self._replaced[ddp]]
+        near = [self._parallel.replica(owner, name) for name, owner in self._near().items()]
+        for each in near:
+            if each.owner not in self._replaced:
+                self._replaced[each.owner] = [*replacements(each.module, self._settings.overrides)]
+        return [swap for each in near for swap in self._replaced[each.owner]]
 
     def _compile(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Dynamo's backend: compile its graph of a step."""
         # what watches the user's program must not see fake tensors
         with swapped(self._swaps), _disable_current_modes():
-            self._require_reached()
-            captured = record_step(gm, inputs, self._seen)
+            captured = record_step(gm, inputs, self._seen, self._parallel, self._near())
+            self._require_reached(captured.replicas)
             for change in PASSES:
                 change(captured, self._settings)
             keys = digests(captured)
@@ -211,58 +217,54 @@ class TrainStep:
         for plan in plans:
             show_buckets(plan, captured.gm, "ddpopt_step_graph", "is a step")
 
-        self._compiled_for.update((each.ddp, _read_of(each.ddp)) for each in captured.replicas)
-        met = captured.reductions.met()
-        asked = [
-            (f"{each.name}.module.{name}", users_hooks(parameter))
-            for each in captured.replicas
-            for name, parameter in each.ddp.module.named_parameters()
-            if parameter.requires_grad
-        ]
-
+        owners = [each.owner for each in captured.replicas]
+        self._compiled_for.update((owner, self._parallel.reading(owner)) for owner in owners)
+        running = self._parallel.running(captured.replicas, captured.averaging)
         compare = weakref.WeakMethod(self._compare)
-        begin_all = weakref.WeakMethod(self._begin)
 
         def run(*inputs: Any) -> Any:  # Dynamo keeps it in the globals of the function's module
-            ddps: list[Any] = [each.ddp() for each in met]
-            for ddp, each in zip(ddps, met, strict=True):
-                require_plain_ddp(each.name, ddp)  # a communication hook may be new
-            require_no_node_hooks(asked)
-            for each in met:
-                each.require_nothing_left()
-            used = {ddp: each.here for ddp, each in zip(ddps, met, strict=True)}
-            averaged = {ddp: each.reduced for ddp, each in zip(ddps, met, strict=True)}
-            own = OwnStep(ddps, keys, plans, used, averaged)
-            called(compare)(own)
-            joining = [ddp for ddp in ddps if is_joining(ddp)]
-            called(begin_all)(joining)
-            for ddp, plan in zip(ddps, plans, strict=True):
-                state_of(ddp).step_plan = plan
-            for each in met:
-                each.remember()
+            replicas = running.replicas()
+            called(compare)(OwnStep(replicas, keys, plans, running.used(), running.averaged()))
+            running.begin()
+            for replica, plan in zip(replicas, plans, strict=True):
+                state_of(replica.owner).step_plan = plan
             with torch.no_grad():
                 returned = compiled(*inputs)
-            for ddp in joining:
-                end(ddp)
+            running.end()
             return returned
 
         return run
 
-    def _require_reached(self) -> None:
-        """Check that the step calls DDP, and that the user's overrides reach each module that it calls."""
-        if not self._seen.replicas:
-            raise UsageError(
-                f"{WHAT}: expected that the step calls a DistributedDataParallel module, and it calls none; "
-                "wrap the model in DDP first"
-            )
-        for met in self._seen.replicas.values():
-            if self._settings.overrides and met.ddp not in self._replaced:
-                raise UsageError(f"{WHAT}: overrides do not reach {met.name}; pass it to the step")
+    def _require_reached(self, replicas: Iterable[Replica]) -> None:
+        """Check that the user's overrides reach each module."""
+        for each in replicas:
+            if self._settings.overrides and each.owner not in self._replaced:
+                raise UsageError(f"{WHAT}: overrides do not reach {each.name}; pass it to the step")
 
 
-def _read_of(ddp: Any) -> CompiledFor:
-    """What a graph is compiled for."""
-    return imposed_plan(ddp), ddp.process_group.group_name, transport_of(ddp)
+def modules_in(kind: type[Any], variables: Mapping[str, Any], args: Any, kwargs: Any) -> Own:
+    """Modules of a kind, by the name that a user has for them.
+
+    Args:
+        kind: their class.
+        variables: what a function reads.
+        args: its positional arguments; attributes of these are looked at, too.
+        kwargs: its other arguments.
+    """
+    attributes = {
+        f"{type(each).__name__}.{name}": value
+        for each in args
+        if not isinstance(each, nn.Module | Tensor)
+        for name, value in getattr(each, "__dict__", {}).items()
+    }
+    near = [*variables.items(), *enumerate(args), *kwargs.items(), *attributes.items()]
+    found: dict[int, tuple[str, Any]] = {}
+    for name, value in near:
+        for path, leaf in tree_flatten_with_path(value)[0]:
+            if isinstance(leaf, kind):
+                shown = f"argument {name}" if isinstance(name, int) else name
+                found.setdefault(id(leaf), (f"{shown}{keystr(path)}", leaf))
+    return dict(found.values())
 
 
 def called(method: "weakref.WeakMethod[Any]") -> Any:

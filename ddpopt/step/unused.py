@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ddpopt.step.replicas import SYNCHRONIZED, Replica, looks_for_unused
+from ddpopt.step.replicas import SYNCHRONIZED, Replica
 
 torch.library.define("ddpopt::filled", "(Tensor parameter) -> Tensor")
 torch.library.impl("ddpopt::filled", "default", torch.zeros_like)
@@ -88,7 +88,7 @@ def _value(node: fx.Node) -> Any:
 
 def _named(replica: Replica, leaves: Iterable[fx.Node]) -> dict[fx.Node, str]:
     """The names of those leaves that are parameters of a module."""
-    names = {id(parameter): name for name, parameter in replica.ddp.module.named_parameters()}
+    names = {id(parameter): name for name, parameter in replica.module.named_parameters()}
     read = {leaf: id(leaf.meta["grapharg"].example) for leaf in leaves if "grapharg" in leaf.meta}
     return {leaf: names[key] for leaf, key in read.items() if key in names}
 
@@ -109,13 +109,13 @@ def reached_from(outputs: Iterable[Tensor]) -> set[int]:
     return leaves
 
 
-def candidates(ddps: Iterable[Any]) -> list[tuple[Any, str]]:
+def candidates(replicas: Iterable[Replica]) -> list[tuple[Any, str]]:
     """The parameters of those modules that look in each backward for what is used, with their module."""
     return [
-        (ddp, name)
-        for ddp in ddps
-        if looks_for_unused(ddp)
-        for name, parameter in ddp.module.named_parameters()
+        (replica.owner, name)
+        for replica in replicas
+        if replica.looks_for_unused
+        for name, parameter in replica.module.named_parameters()
         if parameter.requires_grad
     ]
 

@@ -19,14 +19,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ddpopt.cases.targets import called, imported
-from ddpopt.errors import UsageError
+from ddpopt.errors import UnsupportedError, UsageError
 from ddpopt.judge.engines.engine import Engine, compiled
 from ddpopt.judge.engines.frameworks import Accelerated, Fabricated
 from ddpopt.judge.engines.names import REGISTERED, full_name, named
 from ddpopt.judge.engines.sharded import (
+    ComposableReplicate,
     FullyShard,
     FullyShardedDataParallel1,
-    Replicate,
     ReplicateByFsdp,
     require_one_dtype,
 )
@@ -104,6 +104,30 @@ class Ours(CompiledDdp):
         return made
 
 
+class StepReplicate(Engine):
+    """``ddpopt.train_step`` of plain modules, replicated by the step; Dynamo captures it in any case."""
+
+    gives = "arguments"
+    compiles = True
+    broadcasts_buffers = False  # an evaluation follows no broadcast
+
+    def prepare(self, model: nn.Module, group: dist.ProcessGroup) -> Callable[..., Any]:
+        """Leave the model as it is; the step trains it."""
+        from ddpopt.step.api import train_step
+        from ddpopt.step.replicate import Replicate
+
+        unknown = sorted(self.ddp_kwargs.keys() - {"bucket_cap_mb", "broadcast_buffers"})
+        if unknown:
+            raise UnsupportedError(f"{self.name}: a module without DDP has no {' and no '.join(unknown)}")
+        parallel = Replicate(group, **self.ddp_kwargs)
+        self.whole = train_step(backend=self.backend or "eager", parallel=parallel)
+        return model
+
+    def no_sync(self) -> AbstractContextManager[Any]:
+        """Do nothing: a step sends what its backward passes add up."""
+        return nullcontext()
+
+
 class Zero(CompiledDdp):
     """DDP with ``ZeroRedundancyOptimizer``, whose ranks update parts and broadcast them."""
 
@@ -141,11 +165,12 @@ MODES: tuple[Engine, ...] = (
     Ours("ddpopt-inline", "ddpopt: one graph", strategy="auto"),
     Ours("ddpopt-step", "ddpopt: a step in one graph"),
     Ours("ddpopt-step-coalesced", "ddpopt: the same, without a buffer for each bucket", fusion="coalesced"),
+    StepReplicate("step-replicate", "ddpopt: a step in one graph, of a module without DDP"),
     FullyShard("fully_shard", "FSDP2 around the whole model"),
     FullyShard("fully_shard-blocks", "FSDP2 around each block, compiled block by block", by_block=True),
     FullyShard("hsdp", "FSDP2 in each row of 2 x N/2 ranks, replicated over the columns", rows=2),
     FullyShardedDataParallel1("fsdp1", "FSDP1 around each block, with use_orig_params=True"),
-    Replicate("replicate", "replicate()"),
+    ComposableReplicate("replicate", "replicate()"),
     ReplicateByFsdp("replicate-fsdp", "replicate() built on FSDP2"),
     Zero("zero", "DDP with ZeroRedundancyOptimizer"),
     Accelerated("accelerate", "Accelerate"),

@@ -119,7 +119,7 @@ class ReplicateByFsdp(Shelled):
         return replicate(module, mesh=mesh_of(module, group))  # type: ignore[no-any-return]
 
 
-class Replicate(Shelled):
+class ComposableReplicate(Shelled):
     """The older ``replicate()``: DDP's reducer, attached to a module instead of wrapped around it."""
 
     gives = "arguments"

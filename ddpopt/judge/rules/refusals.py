@@ -39,6 +39,7 @@ DIFFER = "multigpu/test_step.py::test_ranks_that_differ_in_a_later_step_all_rais
 JOINING = "multigpu/test_step_joining.py::test_what_ranks_without_inputs_cannot_repeat_is_refused"
 SETS = "multigpu/test_step_unused.py::test_there_is_a_limit_of_sets_of_parameters"
 COUNTS = "multigpu/test_step.py::test_an_optimizer_that_counts_in_numbers_is_refused_under_a_scaler"
+PLAIN = "multigpu/test_step_replicate.py::test_what_cannot_be_trained_so_is_said"
 OPTIONS = "`step` of its own, but no `optimizer`"
 REFUSALS: tuple[Refusal, ...] = (
     # engines
@@ -58,6 +59,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(r"has no submodule with parameters to compile", "modes.md", "no submodule to compile", HERE),
     Refusal(r"takes parameters of one dtype", "modes.md", "take parameters of one dtype only", HERE),
     Refusal(r"\d+ rows need the default group", "modes.md", "the default group only", HERE),
+    Refusal(r"a module without DDP has no ", "modes.md", "a module without DDP has no other argument", HERE),
     Refusal(r"is not installed here", "modes.md", "need the packages of the extra", HERE),
     # options
     Refusal(r"resumes no parts of models", "modes.md", "`resumed` takes no mesh", HERE),
@@ -91,6 +93,11 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(r"train_step: expected torch >= 2\.13", "step.md", "2.13", HERE),
     Refusal(r"cannot be captured as one graph", "step.md", "what Dynamo cannot trace", CAPTURED),
     Refusal(r"and it calls none; wrap the model", "step.md", "calls no DDP module", CAPTURED),
+    Refusal(r"takes plain modules, got the DDP", "parallel.md", "calls or gets a DDP module", PLAIN),
+    Refusal(
+        r"expected parameters of modules that the", "parallel.md", "of any other module is an error", PLAIN
+    ),
+    Refusal(r"Call backward\(\) once and add the losses", "parallel.md", "adds another one to it", PLAIN),
     Refusal(r"two backward passes of one step", "step.md", "two synchronized backward passes", CAPTURED),
     Refusal(r"holds no parameter of", "step.md", "has an optimizer of other parameters only", CAPTURED),
     Refusal(r"does not support hooks on", "step.md", "hooks on `AccumulateGrad` nodes", CAPTURED),

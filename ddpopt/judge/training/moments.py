@@ -100,6 +100,9 @@ EXTRAS: dict[str, Extra] = {
     "a smaller batch": Extra(with_a_smaller_batch, compiles=True),
 }
 FURTHER = "further steps"
+INFERENCE = "inference"
+SENDS_IN_INFERENCE = "what inference sends"
+"""Run on its own: what notes collectives makes ``linear`` round otherwise in inference mode."""
 NAMES = (*EXTRAS, FURTHER)
 """All extra steps in their order: those that may compile, and then may be left out, come last."""
 
@@ -160,7 +163,7 @@ def evaluate(trainer: Trainer) -> None:
     with evaluating(trainer.parallel.model):
         ways: list[Any] = [("first evaluation", 0, torch.no_grad), ("evaluation", last, torch.no_grad)]
         if not has_parts(trainer.parallel.model):  # DTensor's layers compute in another order in inference
-            ways.append(("inference", last, torch.inference_mode))
+            ways += [(name, last, torch.inference_mode) for name in (SENDS_IN_INFERENCE, INFERENCE)]
         for name, steps, without_gradients in ways:
             trainer.parallel.load(states[steps])
             trainer.step = max(0, steps - 1)
@@ -170,7 +173,12 @@ def evaluate(trainer: Trainer) -> None:
             before = trainer.parallel.state()
             trainer.sight.before_step(keep=False)
             with without_gradients():
-                sent += trainer.noting(trainer.forward)
+                if name == INFERENCE:
+                    trainer.forward()
+                else:
+                    sent += trainer.noting(trainer.forward)
+                if name == SENDS_IN_INFERENCE:
+                    continue
                 seen = trainer.extras | trainer.sight.after_step()
                 sharing |= trainer.sight.memory()[0]
             seen |= trainer.sight.settings(trainer.place.device)

@@ -7,13 +7,14 @@ Invariant: the parts are those of a step that is not captured, and so are the ra
 """
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import is_dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
 Step = Callable[[Any], None]
@@ -66,13 +67,13 @@ class _Scout:
 class _Captured:
     """What a step sees of its trainer while it is captured."""
 
-    def __init__(self, trainer: Any, ddp: Any, other: Any, batches: Mapping[Part, Any]) -> None:
+    def __init__(self, trainer: Any, module: Any, other: Any, batches: Mapping[Part, Any]) -> None:
         self.case = trainer.case
         self.place = trainer.place
         self.updates = trainer.updates
         self.step = trainer.step
         self.other = other
-        self.parallel = ddp
+        self.parallel = module if isinstance(module, DistributedDataParallel) else _Unwrapped(module)
         self.batches = batches
         self.outputs: list[Any] = []
         self.values: list[Any] = []
@@ -111,6 +112,33 @@ class _Captured:
         torch.autograd.backward(loss)
 
 
+class _Unwrapped:
+    """A module without DDP, as steps see it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    def modules(self) -> Iterator[nn.Module]:
+        """The module and those in it."""
+        return self.module.modules()
+
+    def eval(self) -> None:
+        """Put the module into evaluation mode."""
+        self.module.eval()
+
+    def no_sync(self) -> contextlib.nullcontext[None]:
+        """Nothing: a step sends what its backward passes add up."""
+        return contextlib.nullcontext()
+
+
+def _called(engine: Any) -> Any:
+    """What steps of an engine call: its DDP module, or the model."""
+    return engine.model if engine.ddp is None else engine.ddp
+
+
 def whole_step(
     trainer: Any, take_step: Step, decorate: Callable[[Any], Any], *, captures_update: bool = False
 ) -> Callable[[], None]:
@@ -126,8 +154,8 @@ def whole_step(
         The function, for all steps of a run.
     """
 
-    def step(ddp: Any, other: Any, optimizer: Any, batches: Mapping[Part, Any]) -> Any:
-        captured = _Captured(trainer, ddp, other, batches)
+    def step(module: Any, other: Any, optimizer: Any, batches: Mapping[Part, Any]) -> Any:
+        captured = _Captured(trainer, module, other, batches)
         take_step(captured)
         if captures_update:
             optimizer.step()
@@ -141,11 +169,11 @@ def whole_step(
         scout = _Scout(trainer)
         take_step(scout)
         batches = {part: _inputs(trainer, part) for part in (*scout.parts, *scout.parts_of_other)}
-        other = None if trainer.other is None else trainer.other.ddp
+        other = None if trainer.other is None else _called(trainer.other)
         for part in scout.parts:
             trainer.sight.calls(*batches[part])
         outputs, values, computed, trainer.last_loss = run(
-            trainer.ddp, other, trainer.updates.optimizer, batches
+            _called(trainer.parallel), other, trainer.updates.optimizer, batches
         )
         known = sum(each.startswith(WHOLE) for each in trainer.compilations.graphs)
         trainer.compilations.graphs.extend(f"{WHOLE}{place}" for place in range(known, len(run.graphs)))

@@ -20,6 +20,7 @@ from ddpopt.errors import UsageError
 from ddpopt.judge.engines.engine import Engine
 from ddpopt.judge.engines.frameworks import Framework
 from ddpopt.judge.engines.meshes import Grid
+from ddpopt.judge.engines.modes import StepReplicate
 from ddpopt.judge.engines.sharded import FullyShard, managed_by_block, mesh_of, require_one_dtype, required
 from ddpopt.judge.rules.bench import Bench, Subject
 from ddpopt.judge.rules.failing import failure_of
@@ -27,7 +28,8 @@ from ddpopt.judge.rules.refusals import HERE, REFUSALS, Refusal, refusal_of
 from ddpopt.judge.training.options import option
 from ddpopt.judge.training.updating import Recipe, Updates
 from ddpopt.ranks.group import Ranks
-from ddpopt.step.replicas import Replica, slots_of
+from ddpopt.step.graphs import slots_of
+from ddpopt.step.wrapped import DdpReplica
 
 ROOT = Path(__file__).parents[4]
 GROUP: Any = SimpleNamespace(size=lambda: 3)
@@ -58,7 +60,13 @@ def of_two_dtypes() -> None:
 
 def sparse() -> None:
     ddp = DistributedDataParallel(nn.Embedding(3, 2, sparse=True))
-    slots_of([Replica("model", ddp)])
+    slots_of([DdpReplica("model", ddp)])
+
+
+def without_ddp() -> None:
+    engine = StepReplicate("plain")
+    engine.ddp_kwargs = {"static_graph": True}
+    engine.prepare(nn.Linear(2, 2), GROUP)
 
 
 def without_submodule(ranks: Ranks) -> None:
@@ -76,6 +84,7 @@ PROVOKED: dict[str, Callable[[Ranks], object]] = {
     "no submodule": without_submodule,
     "rows need": lambda _: in_part_of_the_ranks(),
     "one dtype": lambda _: of_two_dtypes(),
+    "no static_graph": lambda _: without_ddp(),
     "not installed": lambda _: required("a_package_that_nobody_has"),
     "resumes": resumed,
     "2.13": lambda _: on_an_old_release(),

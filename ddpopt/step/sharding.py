@@ -1,0 +1,86 @@
+"""Optimizers whose state is divided over the ranks: each rank updates its own parameters.
+
+While a step is traced, an optimizer sees no gradient of parameters that other ranks own, so it makes no state
+for them and does not change them. After its step each is marked; `ddpopt.step.gathering` sends them.
+
+Invariant: an optimizer's step leaves gradients as they were.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dynamo.comptime import comptime
+from torch._dynamo.variables import ConstantVariable
+
+from ddpopt.step.parallel import Shares
+
+torch.library.define("ddpopt::updated", "(Tensor parameter) -> ()")
+torch.library.impl("ddpopt::updated", "default", lambda _: None)
+torch.library.define("ddpopt::owned", "(Tensor gradient) -> Tensor")
+torch.library.impl("ddpopt::owned", "default", torch.clone)
+OWNED: Any = torch.ops.ddpopt.owned
+"""Marks a gradient that only the owner of its parameter reads here, on all ranks."""
+torch.fx.node.has_side_effect(OWNED.default)
+torch.fx.node.has_side_effect(OWNED)
+UPDATED: Any = torch.ops.ddpopt.updated
+"""Marks a parameter that its owner has updated, until its bucket's all-gather takes the marks' place."""
+torch.fx.node.has_side_effect(UPDATED.default)
+torch.fx.node.has_side_effect(UPDATED)
+
+
+def divided(parameters: Iterable[Tensor], size: int) -> dict[int, int]:
+    """The owner of each parameter, by its ``id``: the largest first, each to the rank that has least.
+
+    Args:
+        parameters: in an order that is equal on all ranks.
+        size: the number of ranks.
+    """
+    held = [0] * size
+    owners: dict[int, int] = {}
+    for parameter in sorted(parameters, key=lambda each: -each.numel()):
+        owner = held.index(min(held))
+        held[owner] += parameter.numel()
+        owners[id(parameter)] = owner
+    return owners
+
+
+def traced(shares: Callable[[], Shares | None]) -> Callable[..., Any]:
+    """An optimizer's step as Dynamo traces it.
+
+    Args:
+        shares: asked while Dynamo traces.
+    """
+
+    def ask(ctx: Any) -> None:
+        variable = ctx.get_local("parameter")._i_will_not_complain_if_bc_breaks_VariableTracker()
+        known = shares()
+        assert known is not None  # or this step would not be traced
+        owner = known.owners.get(id(variable.proxy.node.meta["grapharg"].example))
+        tx = ctx._i_will_not_complain_if_bc_breaks_InstructionTranslator()
+        tx.symbolic_locals["is_shared"] = ConstantVariable.create(owner is not None)
+        tx.symbolic_locals["is_own"] = ConstantVariable.create(owner == known.rank)
+
+    def step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Update this rank's parameters; Dynamo traces this."""
+        shared = []
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                is_shared = is_own = True
+                comptime(ask)  # may make them False
+                if is_shared:
+                    gradient = parameter.grad
+                    owned = OWNED(gradient)
+                    shared.append((parameter, gradient))
+                    parameter.grad = owned if is_own else None
+        returned = type(optimizer).step(optimizer, *args, **kwargs)
+        for parameter, gradient in shared:
+            parameter.grad = gradient
+        for parameter, _ in shared:
+            UPDATED(parameter)
+        return returned
+
+    return step
