@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from ddpopt.ddp.specs import specs_from_module
 from ddpopt.ddp.state import state_of
@@ -25,7 +26,7 @@ from ddpopt.planning.limits import BucketConfig
 from ddpopt.step.parallel import Own, Parallel, Shares, outermost
 from ddpopt.step.replicas import Averaged, Known, Placed, Replica, broadcast
 from ddpopt.step.settings import WHAT
-from ddpopt.step.sharding import divided, traced
+from ddpopt.step.sharding import divided, keep_own_state, traced, whole_state
 from ddpopt.step.transport import REDUCER, Transport
 
 
@@ -54,6 +55,13 @@ class Replicate(Parallel):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "limits", BucketConfig.from_kwargs(bucket_cap_mb=self.bucket_cap_mb))
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        group: Any = self.group if self.group is not None else dist.group.WORLD
+        if group is None:
+            raise UsageError(f"{WHAT}: parallel={self} needs a process group; call init_process_group()")
+        return group  # type: ignore[no-any-return]  # it is one
 
     def replica(self, owner: Any, name: str) -> "PlainReplica":
         """What a step reads of a plain module."""
@@ -134,6 +142,35 @@ class ShardOptimizer(Replicate):
             owners |= divided(self.replica(each.owner, each.name).parameters(), each.group.size())
         return Shares(rank, owners)
 
+    def state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The whole state of an optimizer, as in a run without sharding; all ranks have to call this.
+
+        Args:
+            optimizer: the one that steps update.
+
+        Returns:
+            Its ``state_dict()`` with the states of all parameters, on the CPU, equal on all ranks. Eager DDP
+            can load it, and so can `load_state_dict` on any number of ranks.
+
+        Raises:
+            UsageError: there is no process group.
+        """
+        return whole_state(optimizer.state_dict(), self._group)
+
+    def load_state_dict(self, optimizer: Optimizer, state: dict[str, Any], *modules: nn.Module) -> None:
+        """Load a whole state, of which each rank keeps its own part.
+
+        Args:
+            optimizer: the one that steps update.
+            state: what `state_dict` returned, or ``state_dict()`` of an optimizer without sharding.
+            modules: the outermost modules that steps train with it.
+
+        Raises:
+            UsageError: there is no process group.
+        """
+        optimizer.load_state_dict(state)
+        keep_own_state(optimizer, self.shares([self.replica(module, "") for module in modules]))
+
     def optimizer_step(self, shares: Callable[[], Shares | None]) -> Callable[..., Any]:
         """A step that updates this rank's parameters."""
         return traced(shares)
@@ -161,10 +198,7 @@ class PlainReplica(Replica):
         Raises:
             UsageError: there is no process group.
         """
-        group: Any = self.how.group if self.how.group is not None else dist.group.WORLD
-        if group is None:
-            raise UsageError(f"{WHAT}: parallel={self.how} needs a process group; call init_process_group()")
-        return group  # type: ignore[no-any-return]  # it is one
+        return self.how._group
 
     @property
     def device(self) -> torch.device:

@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.comptime import comptime
 from torch._dynamo.variables import ConstantVariable
+from torch.utils._pytree import tree_map_only
 
 from ddpopt.step.parallel import Shares
 
@@ -44,6 +46,26 @@ def divided(parameters: Iterable[Tensor], size: int) -> dict[int, int]:
         held[owner] += parameter.numel()
         owners[id(parameter)] = owner
     return owners
+
+
+def whole_state(own: dict[str, Any], group: Any) -> dict[str, Any]:
+    """The state of an optimizer of all ranks, on the CPU.
+
+    Args:
+        own: ``state_dict()`` of this rank's optimizer.
+        group: the ranks that own parameters of it; all of them call this.
+    """
+    parts: list[Any] = [None] * group.size()
+    dist.all_gather_object(parts, tree_map_only(Tensor, Tensor.cpu, own["state"]), group)
+    merged = {number: state for part in parts for number, state in part.items()}
+    return {**own, "state": dict(sorted(merged.items()))}
+
+
+def keep_own_state(optimizer: Any, shares: Shares) -> None:
+    """Remove the state of parameters that other ranks own."""
+    for parameter in [*optimizer.state]:
+        if shares.owners.get(id(parameter), shares.rank) != shares.rank:
+            del optimizer.state[parameter]
 
 
 def traced(shares: Callable[[], Shares | None]) -> Callable[..., Any]:

@@ -110,22 +110,51 @@ class StepReplicate(Engine):
     gives = "arguments"
     compiles = True
     broadcasts_buffers = False  # an evaluation follows no broadcast
+    parallel: Any
 
     def prepare(self, model: nn.Module, group: dist.ProcessGroup) -> Callable[..., Any]:
         """Leave the model as it is; the step trains it."""
         from ddpopt.step.api import train_step
-        from ddpopt.step.replicate import Replicate
 
         unknown = sorted(self.ddp_kwargs.keys() - {"bucket_cap_mb", "broadcast_buffers"})
         if unknown:
             raise UnsupportedError(f"{self.name}: a module without DDP has no {' and no '.join(unknown)}")
-        parallel = Replicate(group, **self.ddp_kwargs)
-        self.whole = train_step(backend=self.backend or "eager", parallel=parallel)
+        self.parallel = self._parallel(group)
+        self.whole = train_step(backend=self.backend or "eager", parallel=self.parallel)
         return model
+
+    def _parallel(self, group: dist.ProcessGroup) -> Any:
+        from ddpopt.step.replicate import Replicate
+
+        return Replicate(group, **self.ddp_kwargs)
 
     def no_sync(self) -> AbstractContextManager[Any]:
         """Do nothing: a step sends what its backward passes add up."""
         return nullcontext()
+
+
+class StepShardOptimizer(StepReplicate):
+    """The same, with optimizers whose state is divided over the ranks."""
+
+    def optimizer(self, kind: type[Optimizer], **settings: Any) -> Any:
+        """Make an optimizer that saves and loads the whole state."""
+        from ddpopt.step.sharding import keep_own_state, whole_state
+
+        made: Any = kind(self.model.parameters(), **settings)
+        own_state, own_load = made.state_dict, made.load_state_dict
+
+        def load_state_dict(state: Any) -> None:
+            own_load(state)
+            keep_own_state(made, self.parallel.shares([self.parallel.replica(self.model, "model")]))
+
+        made.state_dict = lambda: whole_state(own_state(), self.group)
+        made.load_state_dict = load_state_dict
+        return made
+
+    def _parallel(self, group: dist.ProcessGroup) -> Any:
+        from ddpopt.step.replicate import ShardOptimizer
+
+        return ShardOptimizer(group, **self.ddp_kwargs)
 
 
 class Zero(CompiledDdp):
@@ -166,6 +195,7 @@ MODES: tuple[Engine, ...] = (
     Ours("ddpopt-step", "ddpopt: a step in one graph"),
     Ours("ddpopt-step-coalesced", "ddpopt: the same, without a buffer for each bucket", fusion="coalesced"),
     StepReplicate("step-replicate", "ddpopt: a step in one graph, of a module without DDP"),
+    StepShardOptimizer("step-shard-optimizer", "ddpopt: the same, each rank with a part of the optimizer"),
     FullyShard("fully_shard", "FSDP2 around the whole model"),
     FullyShard("fully_shard-blocks", "FSDP2 around each block, compiled block by block", by_block=True),
     FullyShard("hsdp", "FSDP2 in each row of 2 x N/2 ranks, replicated over the columns", rows=2),

@@ -12,8 +12,8 @@ from ddpopt.errors import UsageError, did_you_mean
 
 MODES = (
     "eager", "torch", "whole", "python_reducer", "ddpopt-split", "ddpopt-inline", "ddpopt-step",
-    "ddpopt-step-coalesced", "step-replicate", "fully_shard", "fully_shard-blocks", "hsdp", "fsdp1",
-    "replicate", "replicate-fsdp", "zero", "accelerate", "fabric",
+    "ddpopt-step-coalesced", "step-replicate", "step-shard-optimizer", "fully_shard",
+    "fully_shard-blocks", "hsdp", "fsdp1", "replicate", "replicate-fsdp", "zero", "accelerate", "fabric",
 )  # fmt: skip
 OPTIONS = (
     "default", "static_graph", "find_unused", "unused_somewhere", "unused_skipped", "static_unused",
