@@ -9,6 +9,7 @@ import json as json_module
 import os
 import sys
 from collections.abc import Iterable
+from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,14 +35,20 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"ddpopt {ddpopt.__version__}")
+        typer.echo(f"ddpopt {ddpopt.__version__}, torch {version_of('torch')}")
         raise typer.Exit
 
 
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+        bool,
+        typer.Option(
+            "--version",
+            callback=_print_version,
+            is_eager=True,
+            help="Print the versions of ddpopt and torch.",
+        ),
     ] = False,
 ) -> None:
     del version

@@ -18,7 +18,7 @@ from ddpopt.graph.nodes import by_storage, storages
 from ddpopt.planning.bucket_rule import ParamSpec
 from ddpopt.planning.plan import Bucket, Plan, Segment
 from ddpopt.step.graphs import CapturedStep
-from ddpopt.step.parallel import Shares
+from ddpopt.step.parallel import Ownership
 from ddpopt.step.replicas import AVERAGE, Replica
 from ddpopt.step.sending import Sending
 from ddpopt.step.settings import WHAT, Fusion
@@ -72,7 +72,7 @@ def _plan(replica: Replica, ready: Sequence[ParamSpec], nodes: tuple[str, ...]) 
 
 
 def insert_collectives(
-    captured: CapturedStep, plans: Sequence[Plan], fusion: Fusion, shares: Shares | None = None
+    captured: CapturedStep, plans: Sequence[Plan], fusion: Fusion, shares: Ownership | None = None
 ) -> None:
     """Replace each ``ddpopt::average`` by a part of the collective of its bucket.
 

@@ -17,7 +17,7 @@ from torch import fx
 
 from ddpopt.graph.nodes import storages
 from ddpopt.step.graphs import CapturedStep
-from ddpopt.step.parallel import Shares
+from ddpopt.step.parallel import Ownership
 from ddpopt.step.replicas import Replica
 from ddpopt.step.settings import StepSettings
 from ddpopt.step.sharding import OWNED, UPDATED
@@ -55,7 +55,7 @@ class _Sent:
     parts: Sequence[list[fx.Node]]
 
 
-def _gather(step: CapturedStep, shares: Shares, marks: Sequence[fx.Node]) -> None:
+def _gather(step: CapturedStep, shares: Ownership, marks: Sequence[fx.Node]) -> None:
     """Replace the marks of one optimizer's step by an all-gather for each bucket.
 
     Args:

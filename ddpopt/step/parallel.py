@@ -26,7 +26,7 @@ def outermost(near: Own) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Shares:
+class Ownership:
     """Which rank owns each parameter.
 
     Attributes:
@@ -134,12 +134,12 @@ class Parallel(ABC):
     def forget(self) -> None:
         """Begin another step."""
 
-    def shares(self, replicas: Iterable[Replica]) -> Shares | None:
+    def shares(self, replicas: Iterable[Replica]) -> Ownership | None:
         """Which rank owns each parameter of modules; None if all ranks update all."""
         del replicas
         return None
 
-    def optimizer_step(self, shares: Callable[[], Shares | None]) -> Callable[..., Any] | None:
+    def optimizer_step(self, shares: Callable[[], Ownership | None]) -> Callable[..., Any] | None:
         """An optimizer's step as Dynamo traces it; None for its own.
 
         Args:

@@ -23,10 +23,10 @@ from ddpopt.ddp.state import state_of
 from ddpopt.errors import UsageError
 from ddpopt.planning.bucket_rule import ParamSpec, ready_buckets
 from ddpopt.planning.limits import BucketConfig
-from ddpopt.step.parallel import Own, Parallel, Shares, outermost
+from ddpopt.step.parallel import Own, Ownership, Parallel, outermost
 from ddpopt.step.replicas import Averaged, Known, Placed, Replica, broadcast
 from ddpopt.step.settings import WHAT
-from ddpopt.step.sharding import divided, keep_own_state, traced, whole_state
+from ddpopt.step.sharding import divided, keep_in_steps, keep_own_state, traced, whole_state
 from ddpopt.step.transport import REDUCER, Transport
 
 
@@ -133,14 +133,14 @@ class ShardOptimizer(Replicate):
         broadcast_buffers: as for `Replicate`.
     """
 
-    def shares(self, replicas: Iterable[Replica]) -> Shares:
+    def shares(self, replicas: Iterable[Replica]) -> Ownership:
         """Divide the parameters of each module by their sizes."""
         owners: dict[int, int] = {}
         rank = 0
         for each in replicas:
             rank = each.group.rank()
             owners |= divided(self.replica(each.owner, each.name).parameters(), each.group.size())
-        return Shares(rank, owners)
+        return Ownership(rank, owners)
 
     def state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole state of an optimizer, as in a run without sharding; all ranks have to call this.
@@ -169,9 +169,10 @@ class ShardOptimizer(Replicate):
             UsageError: there is no process group.
         """
         optimizer.load_state_dict(state)
+        keep_in_steps(optimizer)
         keep_own_state(optimizer, self.shares([self.replica(module, "") for module in modules]))
 
-    def optimizer_step(self, shares: Callable[[], Shares | None]) -> Callable[..., Any]:
+    def optimizer_step(self, shares: Callable[[], Ownership | None]) -> Callable[..., Any]:
         """A step that updates this rank's parameters."""
         return traced(shares)
 

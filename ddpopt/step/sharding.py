@@ -15,8 +15,11 @@ from torch import Tensor
 from torch._dynamo.comptime import comptime
 from torch._dynamo.variables import ConstantVariable
 from torch.utils._pytree import tree_map_only
+from torch.utils.hooks import RemovableHandle
 
-from ddpopt.step.parallel import Shares
+from ddpopt.errors import UsageError
+from ddpopt.step.parallel import Ownership
+from ddpopt.step.settings import WHAT
 
 torch.library.define("ddpopt::updated", "(Tensor parameter) -> ()")
 torch.library.impl("ddpopt::updated", "default", lambda _: None)
@@ -61,14 +64,41 @@ def whole_state(own: dict[str, Any], group: Any) -> dict[str, Any]:
     return {**own, "state": dict(sorted(merged.items()))}
 
 
-def keep_own_state(optimizer: Any, shares: Shares) -> None:
+def keep_own_state(optimizer: Any, shares: Ownership) -> None:
     """Remove the state of parameters that other ranks own."""
     for parameter in [*optimizer.state]:
         if shares.owners.get(id(parameter), shares.rank) != shares.rank:
             del optimizer.state[parameter]
 
 
-def traced(shares: Callable[[], Shares | None]) -> Callable[..., Any]:
+def keep_in_steps(optimizer: Any) -> RemovableHandle | None:
+    """Let an optimizer, whose state is divided, be called within a captured step only.
+
+    Returns:
+        What removes this again; None if it was so before.
+    """
+    hooks = optimizer._optimizer_step_pre_hooks
+    if refuse_outside in hooks.values():
+        return None
+    handle: RemovableHandle = optimizer.register_step_pre_hook(refuse_outside)
+    return handle
+
+
+def refuse_outside(optimizer: Any, args: Any, kwargs: Any) -> None:
+    """Refuse an optimizer's step that is not a part of a captured one; a hook of torch's.
+
+    Raises:
+        UsageError: it is not.
+    """
+    del args, kwargs
+    if not torch.compiler.is_compiling():
+        raise UsageError(
+            f"{WHAT}: {type(optimizer).__name__}.step() was called outside of the train step, but each rank "
+            "has only a part of its state (parallel=ddpopt.ShardOptimizer()); call it within the step"
+        )
+
+
+def traced(shares: Callable[[], Ownership | None]) -> Callable[..., Any]:
     """An optimizer's step as Dynamo traces it.
 
     Args:

@@ -30,7 +30,7 @@ from ddpopt.step.fallback import inline
 from ddpopt.step.graphs import record_step
 from ddpopt.step.joining import RebuiltError
 from ddpopt.step.overrides import Swap, replacements, swapped
-from ddpopt.step.parallel import Own, Shares, outermost
+from ddpopt.step.parallel import Own, Ownership, outermost
 from ddpopt.step.passes import PASSES
 from ddpopt.step.replicas import Replica
 from ddpopt.step.scaling import forgetting_skipped
@@ -80,7 +80,7 @@ class TrainStep:
         self._given: tuple[Any, Any] = (), {}
         shares = weakref.WeakMethod(self._shares)
         self._seen = Seen(self._parallel.optimizer_step(lambda: called(shares)()))
-        self._known_shares: Shares | None = None
+        self._known_shares: Ownership | None = None
         self._compared = False
         self._replaced: WeakKeyDictionary[Any, Sequence[Swap]] = WeakKeyDictionary()
         self._swaps: Sequence[Swap] = ()
@@ -143,6 +143,7 @@ class TrainStep:
             with reported(name), traceable(self._seen), swapped(self._swaps), forgetting_skipped():
                 return self._current()(*args, **kwargs)
         except DdpoptError as error:
+            self._seen.release()
             if not self._compared:  # the other ranks wait for this one
                 self._compare(OwnStep(self._met(), problem=error))
             raise
@@ -186,7 +187,7 @@ class TrainStep:
         read = inspect.getclosurevars(function if inspect.isroutine(function) else lambda: None)
         return modules_in(self._parallel.kind, {**read.globals, **read.nonlocals}, *self._given)
 
-    def _shares(self) -> Shares | None:
+    def _shares(self) -> Ownership | None:
         """Which rank owns each parameter of the modules near the step."""
         if self._known_shares is None:
             near = [self._parallel.replica(owner, name) for name, owner in outermost(self._near()).items()]

@@ -1,5 +1,6 @@
 """Steps of plain modules: what they train is, bit for bit, what eager DDP trains."""
 
+import copy
 import gc
 import weakref
 from collections.abc import Callable, Sequence
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn, optim
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import clip_grad_norm_
@@ -16,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 import ddpopt
 from ddpopt.errors import DdpoptError, PlanMismatchError, UsageError
 from ddpopt.ranks.group import Ranks
+from ddpopt.step.sharding import divided
 from tests.support.refusals import refusal
 
 if torch.__version__ < "2.13":
@@ -243,6 +246,51 @@ def test_buffers_may_be_copied_with_the_first_step_only(ranks: Ranks) -> None:
     assert all_equal(ranks, trained(made(1, ranks.rank), step, ranks.rank), expected)
 
 
+def adam(model: Any) -> optim.Optimizer:
+    return optim.Adam(model.parameters(), 0.01, fused=True)
+
+
+def test_an_optimizers_state_goes_to_eager_ddp_and_to_another_number_of_ranks(
+    ranks: Ranks,
+) -> None:
+    how = ddpopt.ShardOptimizer(broadcast_buffers=False)
+    step = ddpopt.train_step(plain, backend="aot_eager", parallel=how)
+    (model,) = made(1, 0)
+    optimizer = adam(model)
+    for place in range(2):
+        torch.manual_seed(place + ranks.rank)
+        step([model], [optimizer], torch.randn(6, WIDTH))
+    whole = how.state_dict(optimizer)
+    trained_parameters = sum(each.requires_grad for each in model.parameters())
+    assert len(whole["state"]) == trained_parameters > len(optimizer.state)
+    weights = {name: each.clone() for name, each in model.state_dict().items()}
+
+    def resumed(parallel: Any, group: Any) -> list[Tensor]:
+        """The parameters after another step; without `parallel`, in eager DDP."""
+        (own,) = made(1, 0)
+        own.load_state_dict(weights)
+        own_optimizer = adam(own)
+        state = copy.deepcopy(whole)  # an optimizer goes on to use the tensors that it loads
+        run: Any = plain
+        models: list[Any] = [own]
+        if parallel is None:
+            own_optimizer.load_state_dict(state)
+            models = [DDP(own, process_group=group, forward_sync_buffers=False)]
+        else:
+            parallel.load_state_dict(own_optimizer, state, own)
+            assert (len(own_optimizer.state) == trained_parameters) == (group is not None)
+            run = ddpopt.train_step(plain, backend="aot_eager", parallel=parallel)
+        torch.manual_seed(9 + ranks.rank)
+        run(models, [own_optimizer], torch.randn(6, WIDTH))
+        return [each.detach() for each in own.parameters()]
+
+    alone = [dist.new_group([rank]) for rank in range(ranks.size)][ranks.rank]
+    for group in (None, alone):  # two ranks, and one
+        parallel = ddpopt.ShardOptimizer(group, broadcast_buffers=False)
+        found, expected = resumed(parallel, group), resumed(None, group)
+        assert ranks.gather(equal(found, expected)) == [True] * ranks.size
+
+
 def test_a_step_may_be_a_method_and_keeps_no_module_alive(ranks: Ranks) -> None:
     class Trainer:
         def __init__(self) -> None:
@@ -274,6 +322,35 @@ def read_early(model: Any, x: Tensor) -> Any:
     norm = clip_grad_norm_(model.parameters(), 0.1)
     loss_of(model, x).backward()
     return norm
+
+
+def branching(models: Models, optimizers: Any, x: Tensor) -> Any:
+    plain(models, optimizers, x)
+    return x if x.sum() > 0 else -x
+
+
+def test_an_optimizer_whose_state_is_divided_is_called_in_steps_only(ranks: Ranks) -> None:
+    models = made(1, 0)
+    optimizers = [momentum(models[0])]
+    how = ddpopt.ShardOptimizer()
+    failing = ddpopt.train_step(branching, backend="aot_eager", parallel=how)
+    refusal(lambda: failing(models, optimizers, torch.randn(6, WIDTH)), DdpoptError)
+    optimizers[0].step()  # nothing was captured, so its state is whole
+    step = ddpopt.train_step(plain, backend="aot_eager", parallel=how)
+    for _ in range(3):
+        step(models, optimizers, torch.randn(6, WIDTH))
+    assert len(step.graphs) == 2  # without and with momentum
+    assert "outside of the train step" in refusal(optimizers[0].step, UsageError)
+    assert ranks.gather(len(optimizers[0].state))[0] < len([*models[0].parameters()])
+
+
+def test_parameters_are_divided_by_their_sizes() -> None:
+    sizes = [5, 40, 1, 30, 30, 0, 8]
+    parameters = [torch.empty(size) for size in sizes]
+    owners = divided(parameters, 3)
+    held = [sum(each.numel() for each in parameters if owners[id(each)] == rank) for rank in range(3)]
+    assert held == [40, 38, 36]
+    assert divided(parameters, 1) == dict.fromkeys(map(id, parameters), 0)
 
 
 HIDDEN: list[nn.Module] = []

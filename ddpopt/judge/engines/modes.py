@@ -138,9 +138,10 @@ class StepShardOptimizer(StepReplicate):
 
     def optimizer(self, kind: type[Optimizer], **settings: Any) -> Any:
         """Make an optimizer that saves and loads the whole state."""
-        from ddpopt.step.sharding import keep_own_state, whole_state
+        from ddpopt.step.sharding import keep_in_steps, keep_own_state, whole_state
 
         made: Any = kind(self.model.parameters(), **settings)
+        keep_in_steps(made)  # an optimizer that no step calls would not be divided, and say nothing of it
         own_state, own_load = made.state_dict, made.load_state_dict
 
         def load_state_dict(state: Any) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
 
 import ddpopt
 from ddpopt.cases import corpus
@@ -90,9 +91,10 @@ def test_modes_lists_modes_and_options() -> None:
     assert {"torch", "ddpopt-split", "fully_shard", "static_graph", "hook_fp16"} <= firsts
 
 
-def test_the_version_is_the_packages() -> None:
+def test_the_versions_are_those_of_the_packages() -> None:
     result = run("--version")
-    assert (result.exit_code, result.stdout) == (0, f"ddpopt {ddpopt.__version__}\n")
+    expected = f"ddpopt {ddpopt.__version__}, torch {torch.__version__}\n"
+    assert (result.exit_code, result.stdout) == (0, expected)
 
 
 # ------------------------------------------------------------------------------------------- wrong

@@ -85,6 +85,23 @@ def test_every_text_is_escaped_and_shown_unchanged() -> None:
     assert "".join(page.itertext()).count(NASTY) >= 20
 
 
+def test_headers_have_a_scope_and_what_is_right_is_folded() -> None:
+    def measured(name: str, error: float) -> Measured:
+        return Measured(name, "L1", 0, 0.0, error, 1.0, 0, 0)
+
+    trial = Trial(
+        *("case", "mode", "option", "backend", Status.WRONG, "", (), (), ()),
+        measured=(measured("right", 0.5), measured("wrong", 2.0)),
+    )
+    page = page_of(html_page(verdict(trial, *matrix(options=4).trials)))
+    assert {each.get("scope") for each in page.iter("th")} == {"col", "row"}
+    (details,) = [each for each in page.iter("details") if each.get("id") == "d0"]
+    (folded,) = [each for each in details.iter("details") if each is not details]
+    assert "open" not in folded.attrib
+    assert texts(folded, "code") == ["right"]
+    assert texts(details, "code") == ["wrong", "right"]
+
+
 def test_every_trial_has_a_row_and_a_cell_that_leads_to_it() -> None:
     made = matrix(options=4)
     page = page_of(html_page(made))
