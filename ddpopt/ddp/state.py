@@ -6,7 +6,7 @@
 | `deferral` | `deferral.Deferral`, which begins and ends | `held.running_reducer`, `deferral.pending` |
 | `keeps_buckets` | `deferral.Deferral` | `dynamo.backend` |
 | `ready_hooks` | `ready_hooks.ready_hooks`, once | `ready_hooks.ready_hooks` |
-| `is_replicated` | `step.replicate` | `step.replicate` |
+| `replicated` | `step.replicate` | `step.replicate` |
 | `step_plan` | `step.train` | `observation`, `explanation` and `judge` |
 | `left_by_steps` | `step.reductions` | `step.reductions` |
 | `graphs`, `backends` | `dynamo.backend` | `dynamo.backend` |
@@ -38,7 +38,8 @@ class ModuleState:
         ready_hooks: the hooks that notify its reducer of gradients; None until they are needed.
         step_plan: the plan of the step in one graph that trained it last, if any did.
         left_by_steps: what steps in one graph left in its reducer, which later ones must know.
-        is_replicated: of a plain module: whether a step has copied the first rank's parameters and buffers.
+        replicated: of a plain module: the process groups in which a step has copied the first rank's
+            parameters and buffers to the others.
         graphs: its graphs, as each backend sees them; backends that share them have one key.
         backends: those that have seen the module.
         tuning: a weak reference to what tunes it while it trains; its logger keeps that alive.
@@ -50,7 +51,7 @@ class ModuleState:
     ready_hooks: Any = None
     step_plan: Plan | None = None
     left_by_steps: Any = None
-    is_replicated: bool = False
+    replicated: set[str] = field(default_factory=set)
     graphs: weakref.WeakKeyDictionary[Any, Any] = field(default_factory=weakref.WeakKeyDictionary)
     backends: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     tuning: weakref.ReferenceType[Any] | None = None

@@ -26,7 +26,7 @@ from ddpopt.planning.limits import BucketConfig
 from ddpopt.step.parallel import Own, Ownership, Parallel, outermost
 from ddpopt.step.replicas import Averaged, Known, Placed, Replica, broadcast
 from ddpopt.step.settings import WHAT
-from ddpopt.step.sharding import divided, keep_in_steps, keep_own_state, traced, whole_state
+from ddpopt.step.sharding import divide, divided, traced, whole_state
 from ddpopt.step.transport import REDUCER, Transport
 
 
@@ -169,8 +169,7 @@ class ShardOptimizer(Replicate):
             UsageError: there is no process group.
         """
         optimizer.load_state_dict(state)
-        keep_in_steps(optimizer)
-        keep_own_state(optimizer, self.shares([self.replica(module, "") for module in modules]))
+        divide(optimizer, self.shares([self.replica(module, "") for module in modules]))
 
     def optimizer_step(self, shares: Callable[[], Ownership | None]) -> Callable[..., Any]:
         """A step that updates this rank's parameters."""
@@ -288,9 +287,9 @@ class RunningReplicas:
         """Make the replicas equal."""
         for each in self.replicas():
             state = state_of(each.owner)
-            if not state.is_replicated:
+            if each.group.group_name not in state.replicated:
                 broadcast([*each.parameters(), *each.buffers()], each.group)
-                state.is_replicated = True
+                state.replicated.add(each.group.group_name)
             elif self._how.broadcast_buffers:
                 broadcast(each.buffers(), each.group)
 

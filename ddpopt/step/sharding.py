@@ -15,9 +15,8 @@ from torch import Tensor
 from torch._dynamo.comptime import comptime
 from torch._dynamo.variables import ConstantVariable
 from torch.utils._pytree import tree_map_only
-from torch.utils.hooks import RemovableHandle
 
-from ddpopt.errors import UsageError
+from ddpopt.errors import UnsupportedError, UsageError
 from ddpopt.step.parallel import Ownership
 from ddpopt.step.settings import WHAT
 
@@ -64,24 +63,27 @@ def whole_state(own: dict[str, Any], group: Any) -> dict[str, Any]:
     return {**own, "state": dict(sorted(merged.items()))}
 
 
-def keep_own_state(optimizer: Any, shares: Ownership) -> None:
-    """Remove the state of parameters that other ranks own."""
-    for parameter in [*optimizer.state]:
-        if shares.owners.get(id(parameter), shares.rank) != shares.rank:
-            del optimizer.state[parameter]
+def divide(optimizer: Any, shares: Ownership) -> Callable[[], None]:
+    """Keep this rank's part of an optimizer's state, and refuse calls outside of captured steps.
 
-
-def keep_in_steps(optimizer: Any) -> RemovableHandle | None:
-    """Let an optimizer, whose state is divided, be called within a captured step only.
+    Args:
+        optimizer: the optimizer; some make all state when they are built.
+        shares: the owners of its parameters.
 
     Returns:
-        What removes this again; None if it was so before.
+        A function that undoes this.
     """
-    hooks = optimizer._optimizer_step_pre_hooks
-    if refuse_outside in hooks.values():
-        return None
-    handle: RemovableHandle = optimizer.register_step_pre_hook(refuse_outside)
-    return handle
+    others = [each for each in optimizer.state if shares.owners.get(id(each), shares.rank) != shares.rank]
+    removed = {parameter: optimizer.state.pop(parameter) for parameter in others}
+    is_known = refuse_outside in optimizer._optimizer_step_pre_hooks.values()
+    handle = None if is_known else optimizer.register_step_pre_hook(refuse_outside)
+
+    def undo() -> None:
+        optimizer.state.update(removed)
+        if handle is not None:
+            handle.remove()
+
+    return undo
 
 
 def refuse_outside(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -96,6 +98,13 @@ def refuse_outside(optimizer: Any, args: Any, kwargs: Any) -> None:
             f"{WHAT}: {type(optimizer).__name__}.step() was called outside of the train step, but each rank "
             "has only a part of its state (parallel=ddpopt.ShardOptimizer()); call it within the step"
         )
+
+
+def _refuse_closure(_: Any) -> None:
+    raise UnsupportedError(
+        f"{WHAT}: parallel=ddpopt.ShardOptimizer() does not support optimizers that are called with a "
+        "closure; use ddpopt.Replicate()"
+    )
 
 
 def traced(shares: Callable[[], Ownership | None]) -> Callable[..., Any]:
@@ -114,8 +123,10 @@ def traced(shares: Callable[[], Ownership | None]) -> Callable[..., Any]:
         tx.symbolic_locals["is_shared"] = ConstantVariable.create(owner is not None)
         tx.symbolic_locals["is_own"] = ConstantVariable.create(owner == known.rank)
 
-    def step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    def step(optimizer: Any, closure: Any = None) -> Any:
         """Update this rank's parameters; Dynamo traces this."""
+        if closure is not None:
+            comptime(_refuse_closure)
         shared = []
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -128,7 +139,7 @@ def traced(shares: Callable[[], Ownership | None]) -> Callable[..., Any]:
                     owned = OWNED(gradient)
                     shared.append((parameter, gradient))
                     parameter.grad = owned if is_own else None
-        returned = type(optimizer).step(optimizer, *args, **kwargs)
+        returned = type(optimizer).step(optimizer)
         for parameter, gradient in shared:
             parameter.grad = gradient
         for parameter, _ in shared:

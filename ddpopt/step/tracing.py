@@ -40,7 +40,6 @@ from ddpopt.errors import UnsupportedError
 from ddpopt.step import accumulation, fused, scaling
 from ddpopt.step.replicas import SYNCHRONIZED, Replica, broadcast, source_name
 from ddpopt.step.settings import INSTEAD, WHAT
-from ddpopt.step.sharding import keep_in_steps
 from ddpopt.step.unused import Filled, Names
 from ddpopt.step.wrapped import DdpReplica
 
@@ -63,33 +62,38 @@ class Seen:
         filled: the parameters that only other ranks use.
         forward: DDP's forward, as Dynamo traces it.
         optimizer_step: an optimizer's step, as Dynamo traces it; None for its own.
-        kept: what lets optimizers of this attempt be called outside of steps again, if it fails.
+        divide: called with each optimizer before Dynamo reads it; None if none is divided.
+        undo: what undoes that for the optimizers of this attempt.
         accumulate: how Dynamo traces the accumulation of a gradient.
     """
 
-    def __init__(self, optimizer_step: Callable[..., Any] | None = None) -> None:
+    def __init__(
+        self,
+        optimizer_step: Callable[..., Any] | None = None,
+        divide: Callable[[Any], Callable[[], None]] | None = None,
+    ) -> None:
         self.optimizer_step = optimizer_step
+        self.divide = divide
         self.replicas: dict[int, Replica] = {}
         self.forwards: Counter[int] = Counter()
         self.optimizers: dict[int, tuple[str, Optimizer]] = {}
-        self.kept: list[Any] = []
+        self.undo: list[Callable[[], None]] = []
         self.used_somewhere: WeakKeyDictionary[Any, Names] = WeakKeyDictionary()
         self.filled = Filled(self.replicas)
         self.forward = _traced_forward(self)
         self.accumulate = accumulation.traced(self.filled)
 
     def release(self) -> None:
-        """Let the optimizers of an attempt that failed be called outside of steps, as before."""
-        for handle in self.kept:
-            if handle is not None:
-                handle.remove()
+        """Leave the optimizers of an attempt that failed as they were."""
+        for undo in self.undo:
+            undo()
 
     def forget(self) -> None:
         """Begin another step."""
         self.replicas.clear()
         self.forwards.clear()
         self.optimizers.clear()
-        self.kept.clear()
+        self.undo.clear()
         self.filled.forget()
 
 
@@ -263,8 +267,8 @@ class _Traced(variables.UserDefinedObjectVariable):
 def _optimizer(seen: Seen, value: Optimizer, **options: Any) -> Any:
     name = source_name(options["source"])
     seen.optimizers[id(value)] = f"{name} ({type(value).__name__})", value
-    if seen.optimizer_step is not None:  # before Dynamo reads the hooks
-        seen.kept.append(keep_in_steps(value))
+    if seen.divide is not None:
+        seen.undo.append(seen.divide(value))
     # not an OptimizerSource, for which Dynamo does not guard that a parameter is also the model's
     own = _Traced(value, **{**options, "source": options["source"].base})
     own.step = seen.optimizer_step

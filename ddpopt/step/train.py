@@ -35,6 +35,7 @@ from ddpopt.step.passes import PASSES
 from ddpopt.step.replicas import Replica
 from ddpopt.step.scaling import forgetting_skipped
 from ddpopt.step.settings import INSTEAD, WHAT, StepSettings
+from ddpopt.step.sharding import divide
 from ddpopt.step.tracing import MOST, Seen, traceable
 from ddpopt.step.unused import Names, UsedElsewhereError
 from ddpopt.step.wrapped import Wrapped
@@ -79,7 +80,10 @@ class TrainStep:
         self._compiled_for: WeakKeyDictionary[Any, Hashable] = WeakKeyDictionary()
         self._given: tuple[Any, Any] = (), {}
         shares = weakref.WeakMethod(self._shares)
-        self._seen = Seen(self._parallel.optimizer_step(lambda: called(shares)()))
+        optimizer_step = self._parallel.optimizer_step(lambda: called(shares)())
+        self._seen = Seen(
+            optimizer_step, optimizer_step and (lambda optimizer: divide(optimizer, called(shares)()))
+        )
         self._known_shares: Ownership | None = None
         self._compared = False
         self._replaced: WeakKeyDictionary[Any, Sequence[Swap]] = WeakKeyDictionary()

@@ -134,6 +134,10 @@ def fused(model: Any) -> optim.Optimizer:
     return optim.AdamW(model.parameters(), 0.01, fused=True)
 
 
+def made_when_built(model: Any) -> optim.Optimizer:
+    return optim.Adagrad(model.parameters(), 0.1, foreach=False)
+
+
 def several(model: Any) -> optim.Optimizer:
     parameters = [*model.parameters()]
     groups: list[dict[str, Any]] = [{"params": parameters[:3], "lr": 0.2}, {"params": parameters[3:]}]
@@ -190,7 +194,7 @@ def test_plain_modules_are_trained_as_in_ddp(ranks: Ranks, name: str, fusion: An
         assert len(sent) == sum(len(plan.buckets) for plan in graph.plans) > count
 
 
-@pytest.mark.parametrize("make", [momentum, fused, several])
+@pytest.mark.parametrize("make", [momentum, fused, several, made_when_built])
 @pytest.mark.parametrize("name", ["plain", "clipped", "accumulated", "kept", "adversarial"])
 def test_each_rank_updates_its_own_parameters_as_in_ddp(ranks: Ranks, name: str, make: Any) -> None:
     count = 2 if name == "adversarial" else 1
@@ -322,6 +326,30 @@ def read_early(model: Any, x: Tensor) -> Any:
     norm = clip_grad_norm_(model.parameters(), 0.1)
     loss_of(model, x).backward()
     return norm
+
+
+def closed(models: Models, optimizers: Any, x: Tensor) -> Any:
+    return optimizers[0].step(lambda: loss_of(models[0], x))
+
+
+def test_a_closure_is_refused_where_the_state_is_divided(ranks: Ranks) -> None:
+    models = made(1, 0)
+    step = ddpopt.train_step(closed, backend="aot_eager", parallel=ddpopt.ShardOptimizer())
+    optimizers = [made_when_built(models[0])]
+    assert "called with a closure" in refusal(
+        lambda: step(models, optimizers, torch.ones(6, WIDTH)), DdpoptError
+    )
+    assert len(optimizers[0].state) == len([*models[0].parameters()])  # as before
+
+
+def test_each_group_gets_the_parameters_of_its_first_rank(ranks: Ranks) -> None:
+    (model,) = made(1, ranks.rank)
+    alone = [dist.new_group([rank]) for rank in range(ranks.size)][ranks.rank]
+    for group in (alone, None):
+        step = ddpopt.train_step(plain, backend="aot_eager", parallel=ddpopt.Replicate(group))
+        step([model], [momentum(model)], torch.randn(6, WIDTH))
+    first, second = ranks.gather([each.detach() for each in model.parameters()])
+    assert equal(first, second)
 
 
 def branching(models: Models, optimizers: Any, x: Tensor) -> Any:

@@ -138,15 +138,16 @@ class StepShardOptimizer(StepReplicate):
 
     def optimizer(self, kind: type[Optimizer], **settings: Any) -> Any:
         """Make an optimizer that saves and loads the whole state."""
-        from ddpopt.step.sharding import keep_in_steps, keep_own_state, whole_state
+        from ddpopt.step.sharding import divide, whole_state
 
         made: Any = kind(self.model.parameters(), **settings)
-        keep_in_steps(made)  # an optimizer that no step calls would not be divided, and say nothing of it
+        shares = self.parallel.shares([self.parallel.replica(self.model, "model")])
+        divide(made, shares)  # an optimizer that no step calls would not be divided, and say nothing of it
         own_state, own_load = made.state_dict, made.load_state_dict
 
         def load_state_dict(state: Any) -> None:
             own_load(state)
-            keep_own_state(made, self.parallel.shares([self.parallel.replica(self.model, "model")]))
+            divide(made, shares)
 
         made.state_dict = lambda: whole_state(own_state(), self.group)
         made.load_state_dict = load_state_dict

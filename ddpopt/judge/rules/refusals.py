@@ -41,6 +41,7 @@ SETS = "multigpu/test_step_unused.py::test_there_is_a_limit_of_sets_of_parameter
 COUNTS = "multigpu/test_step.py::test_an_optimizer_that_counts_in_numbers_is_refused_under_a_scaler"
 PLAIN = "multigpu/test_step_replicate.py::test_what_cannot_be_trained_so_is_said"
 OUTSIDE = "multigpu/test_step_replicate.py::test_an_optimizer_whose_state_is_divided_is_called_in_steps_only"
+CLOSURE = "multigpu/test_step_replicate.py::test_a_closure_is_refused_where_the_state_is_divided"
 OPTIONS = "`step` of its own, but no `optimizer`"
 REFUSALS: tuple[Refusal, ...] = (
     # engines
@@ -100,6 +101,7 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(r"Call backward\(\) once and add the losses", "parallel.md", "adds another one to it", PLAIN),
     Refusal(r"was called outside of the train step", "parallel.md", "outside of the step", OUTSIDE),
+    Refusal(r"that are called with a closure", "parallel.md", "calls an optimizer with a closure", CLOSURE),
     Refusal(r"two backward passes of one step", "step.md", "two synchronized backward passes", CAPTURED),
     Refusal(r"holds no parameter of", "step.md", "has an optimizer of other parameters only", CAPTURED),
     Refusal(r"does not support hooks on", "step.md", "hooks on `AccumulateGrad` nodes", CAPTURED),
