@@ -27,14 +27,21 @@ from ddpopt.step.sharding import OWNED
 aten: Any = torch.ops.aten
 
 
-def digests(captured: CapturedStep) -> dict[str, int]:
-    """For each process group, a number that is equal for graphs that average the same on it; never 0."""
+def digests(captured: CapturedStep, shares: Ownership | None) -> dict[str, int]:
+    """For each process group, a number that is equal for graphs that average the same on it; never 0.
+
+    Args:
+        captured: the step, with its collectives.
+        shares: the owners of its parameters, which have to be equal, too.
+    """
+    owners = {} if shares is None else shares.owners
     sent: dict[str, list[Any]] = {}
     for replica, plan in zip(captured.replicas, captured.plans, strict=True):
         buckets = [(bucket.params, bucket.nbytes) for bucket in plan.buckets]
         averaged = {each.spec.name for each in captured.slots if each.replica is replica}
+        owned = [owners[id(each)] for each in replica.module.parameters() if id(each) in owners]
         how = sorted(averaged), replica.transport
-        sent.setdefault(replica.group.group_name, []).append((buckets, how, [*replica.form]))
+        sent.setdefault(replica.group.group_name, []).append((buckets, how, [*replica.form], owned))
     for node in captured.gm.graph.nodes:
         if str(node.target).startswith("_c10d_functional") and node.args[-1] in sent:
             shape = tuple(getattr(node.meta.get("val"), "shape", ()))

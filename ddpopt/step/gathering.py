@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from ddpopt.graph.nodes import storages
 from ddpopt.step.graphs import CapturedStep
 from ddpopt.step.parallel import Ownership
 from ddpopt.step.replicas import Replica
@@ -64,20 +63,16 @@ def _gather(step: CapturedStep, shares: Ownership, marks: Sequence[fx.Node]) -> 
         marks: the marks, one after the other.
     """
     places = _bucket_places(step)
-    inputs = {
-        key: step.tensors[node.name]
-        for node in step.gm.graph.find_nodes(op="placeholder")
-        for key in storages(node)
-    }
     sent: dict[Any, _Sent] = {}
     for mark in marks:
         node: Any = mark.args[0]
-        parameter = inputs[storages(node)[0]]
-        replica, bucket = places[id(parameter)]
+        parameter: Any = mark.args[1]
+        replica, bucket = places[parameter]
         group = replica.group
         empty = _Sent(group, [[] for _ in range(group.size())])
-        key = id(replica), bucket, parameter.dtype, parameter.device
-        sent.setdefault(key, empty).parts[shares.owners[id(parameter)]].append(node)
+        value = node.meta["val"]
+        key = id(replica), bucket, value.dtype, value.device
+        sent.setdefault(key, empty).parts[shares.owners[parameter]].append(node)
     with step.gm.graph.inserting_before(marks[0]):
         started = [_start(step.gm.graph, each, shares.rank) for each in sent.values()]
         for each, gathered in zip(sent.values(), started, strict=True):

@@ -26,7 +26,7 @@ from ddpopt.planning.limits import BucketConfig
 from ddpopt.step.parallel import Own, Ownership, Parallel, outermost
 from ddpopt.step.replicas import Averaged, Known, Placed, Replica, broadcast
 from ddpopt.step.settings import WHAT
-from ddpopt.step.sharding import divide, divided, traced, whole_state
+from ddpopt.step.sharding import divide, owners_in, traced, whole_state
 from ddpopt.step.transport import REDUCER, Transport
 
 
@@ -139,7 +139,7 @@ class ShardOptimizer(Replicate):
         rank = 0
         for each in replicas:
             rank = each.group.rank()
-            owners |= divided(self.replica(each.owner, each.name).parameters(), each.group.size())
+            owners |= owners_in(each.group, self.replica(each.owner, each.name).parameters())
         return Ownership(rank, owners)
 
     def state_dict(self, optimizer: Optimizer) -> dict[str, Any]:

@@ -6,8 +6,8 @@ for them and does not change them. After its step each is marked; `ddpopt.step.g
 Invariant: an optimizer's step leaves gradients as they were.
 """
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, MutableMapping
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -15,13 +15,14 @@ from torch import Tensor
 from torch._dynamo.comptime import comptime
 from torch._dynamo.variables import ConstantVariable
 from torch.utils._pytree import tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ddpopt.errors import UnsupportedError, UsageError
 from ddpopt.step.parallel import Ownership
 from ddpopt.step.settings import WHAT
 
-torch.library.define("ddpopt::updated", "(Tensor parameter) -> ()")
-torch.library.impl("ddpopt::updated", "default", lambda _: None)
+torch.library.define("ddpopt::updated", "(Tensor parameter, int key) -> ()")
+torch.library.impl("ddpopt::updated", "default", lambda *_: None)
 torch.library.define("ddpopt::owned", "(Tensor gradient) -> Tensor")
 torch.library.impl("ddpopt::owned", "default", torch.clone)
 OWNED: Any = torch.ops.ddpopt.owned
@@ -29,25 +30,35 @@ OWNED: Any = torch.ops.ddpopt.owned
 torch.fx.node.has_side_effect(OWNED.default)
 torch.fx.node.has_side_effect(OWNED)
 UPDATED: Any = torch.ops.ddpopt.updated
-"""Marks a parameter that its owner has updated, until its bucket's all-gather takes the marks' place."""
+"""Marks a parameter, with its ``id``, that its owner has updated; an all-gather takes the marks' place."""
 torch.fx.node.has_side_effect(UPDATED.default)
 torch.fx.node.has_side_effect(UPDATED)
 
 
-def divided(parameters: Iterable[Tensor], size: int) -> dict[int, int]:
-    """The owner of each parameter, by its ``id``: the largest first, each to the rank that has least.
+_divided: MutableMapping[Tensor, dict[tuple[str, int], int]] = cast("Any", WeakIdKeyDictionary())
+"""For each parameter, its owner in each group. It has one for good, whichever modules it is found in."""
+
+
+def owners_in(group: Any, parameters: Iterable[Tensor]) -> dict[int, int]:
+    """The owner of each parameter, by its ``id``.
+
+    A parameter without one goes to the rank that has least, the largest first.
 
     Args:
+        group: the ranks.
         parameters: in an order that is equal on all ranks.
-        size: the number of ranks.
     """
-    held = [0] * size
-    owners: dict[int, int] = {}
-    for parameter in sorted(parameters, key=lambda each: -each.numel()):
-        owner = held.index(min(held))
-        held[owner] += parameter.numel()
-        owners[id(parameter)] = owner
-    return owners
+    key = group.group_name, group.size()
+    held = [0] * group.size()
+    known = {parameter: _divided.setdefault(parameter, {}) for parameter in parameters}
+    for parameter, owners in known.items():
+        if key in owners:
+            held[owners[key]] += parameter.numel()
+    for parameter, owners in sorted(known.items(), key=lambda each: -each[0].numel()):
+        if key not in owners:
+            owners[key] = held.index(min(held))
+            held[owners[key]] += parameter.numel()
+    return {id(parameter): owners[key] for parameter, owners in known.items()}
 
 
 def whole_state(own: dict[str, Any], group: Any) -> dict[str, Any]:
@@ -118,10 +129,12 @@ def traced(shares: Callable[[], Ownership | None]) -> Callable[..., Any]:
         variable = ctx.get_local("parameter")._i_will_not_complain_if_bc_breaks_VariableTracker()
         known = shares()
         assert known is not None  # or this step would not be traced
-        owner = known.owners.get(id(variable.proxy.node.meta["grapharg"].example))
+        key = id(variable.proxy.node.meta["grapharg"].example)
+        owner = known.owners.get(key)
         tx = ctx._i_will_not_complain_if_bc_breaks_InstructionTranslator()
         tx.symbolic_locals["is_shared"] = ConstantVariable.create(owner is not None)
         tx.symbolic_locals["is_own"] = ConstantVariable.create(owner == known.rank)
+        tx.symbolic_locals["key"] = ConstantVariable.create(key)
 
     def step(optimizer: Any, closure: Any = None) -> Any:
         """Update this rank's parameters; Dynamo traces this."""
@@ -133,17 +146,18 @@ def traced(shares: Callable[[], Ownership | None]) -> Callable[..., Any]:
                 if parameter.grad is None:
                     continue
                 is_shared = is_own = True
-                comptime(ask)  # may make them False
+                key = 0
+                comptime(ask)  # which sets these
                 if is_shared:
                     gradient = parameter.grad
                     owned = OWNED(gradient)
-                    shared.append((parameter, gradient))
+                    shared.append((parameter, gradient, key))
                     parameter.grad = owned if is_own else None
         returned = type(optimizer).step(optimizer)
-        for parameter, gradient in shared:
+        for parameter, gradient, _ in shared:
             parameter.grad = gradient
-        for parameter, _ in shared:
-            UPDATED(parameter)
+        for parameter, _, key in shared:
+            UPDATED(parameter, key)
         return returned
 
     return step

@@ -214,7 +214,7 @@ class TrainStep:
             self._require_reached(captured.replicas)
             for change in PASSES:
                 change(captured, self._settings)
-            keys = digests(captured)
+            keys = digests(captured, self._parallel.shares(captured.replicas))
             compiled = compile_step(captured.gm, inputs, self._settings.backend)
         plans = captured.plans
         self.graphs.append(Graph(captured.gm, plans))

@@ -5,6 +5,7 @@ import gc
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 import ddpopt
 from ddpopt.errors import DdpoptError, PlanMismatchError, UsageError
 from ddpopt.ranks.group import Ranks
-from ddpopt.step.sharding import divided
+from ddpopt.step.sharding import owners_in
 from tests.support.refusals import refusal
 
 if torch.__version__ < "2.13":
@@ -372,13 +373,45 @@ def test_an_optimizer_whose_state_is_divided_is_called_in_steps_only(ranks: Rank
     assert ranks.gather(len(optimizers[0].state))[0] < len([*models[0].parameters()])
 
 
-def test_parameters_are_divided_by_their_sizes() -> None:
+def test_parameters_are_divided_by_their_sizes_and_keep_their_owners() -> None:
+    group = SimpleNamespace(group_name="a group of a test", size=lambda: 3)
     sizes = [5, 40, 1, 30, 30, 0, 8]
     parameters = [torch.empty(size) for size in sizes]
-    owners = divided(parameters, 3)
+    owners = owners_in(group, parameters)
     held = [sum(each.numel() for each in parameters if owners[id(each)] == rank) for rank in range(3)]
     assert held == [40, 38, 36]
-    assert divided(parameters, 1) == dict.fromkeys(map(id, parameters), 0)
+    more = [torch.empty(100), *parameters[::-1]]  # of a module that contains the first one
+    assert owners_in(group, more).items() >= owners.items()
+    assert owners_in(SimpleNamespace(group_name="alone", size=lambda: 1), more) == dict.fromkeys(
+        map(id, more), 0
+    )
+
+
+class Flat(nn.Module):
+    """Parameters that are views of one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        memory = torch.randn(3, WIDTH, WIDTH)
+        self.weights = nn.ParameterList(nn.Parameter(each) for each in memory)
+
+    def forward(self, x: Tensor) -> Any:
+        """(batch, WIDTH) to the same shape."""
+        for weight in self.weights:
+            x = torch.tanh(x @ weight)
+        return x
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_may_share_a_storage(ranks: Ranks, kind: str) -> None:
+    def models() -> list[Any]:
+        torch.manual_seed(3)
+        return [Flat()]
+
+    expected = trained([DDP(models()[0])], plain, ranks.rank)
+    step = ddpopt.train_step(plain, backend="aot_eager", parallel=KINDS[kind]())
+    found = trained(models(), step, ranks.rank)
+    assert ranks.gather(equal(found[0], expected[0])) == [True] * ranks.size
 
 
 HIDDEN: list[nn.Module] = []
