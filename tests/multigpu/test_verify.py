@@ -3,12 +3,12 @@
 import contextlib
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from ddpopt.cases import corpus
 from ddpopt.cases.case import Case
@@ -21,6 +21,7 @@ from ddpopt.judge.rules.bench import Bench, Subject
 from ddpopt.judge.rules.ladder import GIVEN_UP
 from ddpopt.judge.rules.reference import Reference
 from ddpopt.judge.training.options import OPTIONS, option
+from ddpopt.judge.training.record import PARAMETER
 from ddpopt.judge.training.trainer import Option, Trainer
 from ddpopt.judge.trials.judge import judge
 from ddpopt.judge.trials.on_rank import STEPS, Request, Settings, run_trials
@@ -34,6 +35,7 @@ from tests.selftest.trials import BACKENDS, judge_fault, try_fault, unbroken
 from tests.support.simulated_programs import case_of
 from tests.support.turns import at_night, in_turn, number_of_ranks
 
+aten: Any = torch.ops.aten
 BOTH = ("ddpopt-split", "ddpopt-inline")
 PLAIN, NORMED = CASES[0], CASES[2]
 NOT_HERE = {
@@ -74,6 +76,33 @@ def each_option() -> list[Any]:
     options = [(option,) for option in OPTIONS if option.name not in NOT_HERE]
     later = [option for option in options if option not in options[::4]]
     return [*in_turn(options[::4], BOTH), *at_night(later, BOTH)]
+
+
+def fused_multiply_add(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+    """Run a graph eagerly, but without the rounding between a product and its sum."""
+    return _updating(gm, lambda one, other, alpha: (one.double() + alpha * other.double()).float())
+
+
+def hasty(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+    """Run a graph eagerly, with updates that are too large by a thousandth."""
+    return _updating(gm, lambda one, other, alpha: one + 1.001 * alpha * other)
+
+
+def _updating(gm: fx.GraphModule, update: Callable[[Tensor, Tensor, float], Tensor]) -> Any:
+    class Updating(fx.Interpreter):
+        def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+            if target is not aten.add_.Tensor or "alpha" not in kwargs:
+                return super().call_function(target, args, kwargs)
+            updated.append(target)
+            return args[0].copy_(update(*args, kwargs["alpha"]))  # type: ignore[call-arg]  # they are two
+
+    def run(*inputs: Tensor) -> Any:
+        returned = Updating(gm).run(*inputs)
+        assert updated
+        return returned
+
+    updated: list[Any] = []
+    return run
 
 
 def named(value: Any) -> str:
@@ -129,6 +158,25 @@ def test_what_is_noise_or_differs_in_eager_too_raises_nothing(case: Case, strate
     (trial,) = judged(case, "default", (strategy,))
     assert (trial.status, trial.findings) == (Status.OK, ()), trial.findings
     assert "L1" in trial.levels
+
+
+STEPS_WITHOUT_DDP = ("step-replicate", "step-shard-optimizer")
+
+
+def test_a_captured_step_whose_backend_rounds_in_its_own_way_is_judged_by_rounding() -> None:
+    requests = [Request(SMALL, "default", ("ddpopt-step", *STEPS_WITHOUT_DDP))]
+    with joined() as ranks:
+        trials = run_trials(ranks, requests, Settings(fused_multiply_add), ())
+    assert [(trial.status, trial.findings) for trial in trials] == [(Status.OK, ())] * 3
+    assert {trial.levels for trial in trials} == {("L2", "L3")}
+
+
+def test_a_captured_optimizer_is_judged_although_its_backend_rounds() -> None:
+    with joined() as ranks:
+        (trial,) = run_trials(ranks, [Request(SMALL, "default", ("step-replicate",))], Settings(hasty), ())
+    assert {finding.level for finding in trial.findings} == {"L2"}
+    assert all((finding.parameter or "").startswith(PARAMETER) for finding in trial.findings)
+    assert trial.status is Status.WRONG
 
 
 def test_a_users_collective_is_the_same_when_a_compiler_replaces_it() -> None:

@@ -19,7 +19,8 @@ CleanRuns = Mapping[str, Sequence[Request]]
 """What to verify, by backend: ``"aot_eager"``, ``"rounding"`` or ``"inductor"``."""
 AT_LEAST = 200
 MODES = ("ddpopt-split", "ddpopt-inline")
-WITH_INDUCTOR = ("tied", "buffers", "frozen")
+STEPS = ("ddpopt-step", "step-replicate", "step-shard-optimizer")
+WITH_INDUCTOR = ("tied", "buffers", "frozen", "gpt")
 WITH_ROUNDING = (
     "tied", "called_twice", "frozen", "in_place", "views_in_place", "dropout", "buffers", "mixed_dtypes",
     "complex", "transposed",
@@ -57,5 +58,5 @@ def clean_runs() -> CleanRuns:
     return {
         "aot_eager": [Request(case, option, MODES) for case, option in exact],
         "rounding": [Request(case, "default", MODES) for case in WITH_ROUNDING],
-        "inductor": [Request(case, "default", MODES) for case in WITH_INDUCTOR],
+        "inductor": [Request(case, "default", (*MODES, *STEPS)) for case in WITH_INDUCTOR],
     }

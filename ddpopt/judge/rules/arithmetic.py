@@ -37,7 +37,11 @@ COARSE = 1e-4
 """A relative unit of rounding above this is that of a dtype in which scalars are not computed."""
 COARSE_SCALARS = 4.0
 FINE_SCALARS = 64.0
-"""Roundings of a scalar, in units in the last place, that a whole tensor may have in common."""
+"""Roundings of a scalar, in units in the last place, that a whole tensor may have in common.
+
+As many as that may a scalar have: it is often a sum, such as a loss, and compiled code adds a vector's lanes
+one after the other where eager adds in pairs.
+"""
 OCTAVES = 6
 """Rows that differ by more than this power of 2 are of different size."""
 NOISE = "nothing but noise"
@@ -134,7 +138,7 @@ def arithmetic_of(
 
     The floor is the error from rounding the result alone. For a mean over ranks it comes from its terms, as
     at L1 (`communication_bound`): terms that cancel leave their rounding errors, not zero. For anything else
-    it is one unit in the last place, or the smallest subnormal number.
+    it is one unit in the last place, or the smallest subnormal number; for a scalar, some of these.
 
     Args:
         samples: results of the eager step, the unperturbed one first, then perturbed ones.
@@ -253,7 +257,8 @@ def _rows_of_different_size(
 
 def _floor(truth: Tensor, terms: Sum | None, dtype: torch.dtype, sent_as: torch.dtype | None) -> Tensor:
     info = torch.finfo(dtype)
-    own = truth.abs() * info.eps + info.smallest_normal * info.eps
+    is_sum = truth.dim() == 0 and info.eps <= COARSE
+    own = truth.abs() * info.eps * (FINE_SCALARS if is_sum else 1) + info.smallest_normal * info.eps
     if terms is None:
         return own
     bound = communication_bound(terms, dtype, sent_as)

@@ -9,12 +9,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 import torch
+from torch import Tensor
 
 from ddpopt.errors import numbered
 from ddpopt.judge.compare import Difference, Region, bitwise, communication, dense
 from ddpopt.judge.engines.engine import Engine
 from ddpopt.judge.rules.arithmetic import arithmetic
 from ddpopt.judge.rules.reference import Reference
+from ddpopt.judge.rules.updates import rounding_of_updates
 from ddpopt.judge.training.moments import EXTRAS, TWO_BACKWARDS
 from ddpopt.judge.training.record import (
     BUFFER,
@@ -62,6 +64,7 @@ CLAIM = {
     "L2": "as accurate as eager, up to rounding",
 }
 BY_OPTIMIZER = "bit for bit what the optimizer computes from the gradient"
+NOT_APART = "a captured step has no unreduced gradients, so reduced ones were not compared with their mean"
 
 
 class Ladder:
@@ -102,6 +105,9 @@ class Ladder:
             What this rank found.
         """
         self.updated = repeated(record)
+        if record.captures_update and not self.rules.exact:
+            self.rules = replace(self.rules, compiled_update=True)
+            self.rounding = rounding_of_updates(record)
         sheet = self._judged(record, self.rules)
         own = self._resummed(record, sheet) if self.rules.exact else set[str]()
         resummed = frozenset[str]().union(*self.ranks.gather(own))
@@ -138,7 +144,9 @@ class Ladder:
             for level in levels:
                 sheet.add(level, number, self._compared(level, number))
         self._optimized(record, sheet)
-        if record.local is not None:
+        if record.captures_step and not self.rules.exact:
+            sheet.notes.append(NOT_APART)
+        elif record.local is not None:
             self._communicated(record, record.local, sheet)
         return sheet
 
@@ -149,7 +157,8 @@ class Ladder:
                 got = step.optimizer.get(name)
                 if got is not None and alike(got, expected):
                     number = Number(place, step.moment, STATE + name, NumberKind.PARAMETER, got, expected)
-                    sheet.add("L0", number, bitwise(got, expected))
+                    (level,) = self.rules.levels(number)
+                    sheet.add(level, number, self._updated(number, expected))
 
     def _communicated(self, record: Record, local: RecordedStep, sheet: "Sheet") -> None:
         """Compare the gradients that the last step reduced with the mean of the same step's under no_sync.
@@ -196,15 +205,21 @@ class Ladder:
 
     def _compared(self, level: str, number: Number) -> Difference:
         """Compare a number at one level."""
+        name = plain(number.name)
+        if number.kind is NumberKind.PARAMETER and name not in self.rules.written:
+            return self._updated(number, self.updated[number.step].parameters.get(name, number.eager))
         if level == "L2":
             return arithmetic(number.got, self.reference.arithmetic[number.step][number.name])
         if level == "L1":
             terms = self.reference.sums[number.step][number.name]
             return communication(number.got, terms, self.option.comm_dtype, number.eager)
-        name = plain(number.name)
-        if number.kind is NumberKind.PARAMETER and name not in self.rules.written:
-            return bitwise(number.got, self.updated[number.step].parameters.get(name, number.eager))
         return bitwise(number.got, number.eager)
+
+    def _updated(self, number: Number, expected: Tensor) -> Difference:
+        """Compare what an optimizer leaves with what it should make of this run's gradients."""
+        if self.rules.compiled_update:
+            return arithmetic(number.got, self.rounding[number.step][number.name])
+        return bitwise(number.got, expected)
 
 
 # ------------------------------------------------------------------------------------------------- sheets

@@ -112,6 +112,8 @@ class Record:
         unjudged: what could not be recorded, with the reason.
         foreign: collectives in a process group that the engine was not given.
         recipe: the optimizer that updated the parameters; None for plain SGD without one.
+        captures_step: whether forward and backward are one graph, which an extra step does not run.
+        captures_update: whether the optimizer is a part of that graph.
         growth: the bytes of tensors that each further step kept at least; None if none was taken.
     """
 
@@ -137,6 +139,8 @@ class Record:
     extras: dict[str, RecordedStep] = field(default_factory=dict)
     foreign: tuple[str, ...] = ()
     recipe: Any = None
+    captures_step: bool = False
+    captures_update: bool = False
     growth: int | None = None
 
     def continued(self, other: "Record") -> "Record":
@@ -322,6 +326,7 @@ class Rules:
         unstable: names of numbers that eager does not reproduce.
         written: names of parameters that something other than the optimizer writes to.
         resummed: labels of numbers that are not equal and may be summed in another order.
+        compiled_update: whether compiled code, which rounds in its own way, updates the parameters.
     """
 
     exact: bool
@@ -332,6 +337,7 @@ class Rules:
     unstable: frozenset[str] = frozenset()
     written: frozenset[str] = frozenset()
     resummed: frozenset[str] = frozenset()
+    compiled_update: bool = False
 
     def sums(self, kind: NumberKind, name: str) -> bool:
         """Whether a number is a gradient or computed from one, other than by the optimizer's own update."""
@@ -342,14 +348,14 @@ class Rules:
         """The levels that judge a number.
 
         Returns:
-            At least one. A parameter at L0 is compared with the optimizer's update from the mode's own
-            gradient, which is judged itself; numbers that eager does not reproduce are judged at L2.
+            At least one. A parameter is compared with the optimizer's update from the mode's own gradient,
+            which is judged itself; numbers that eager does not reproduce are judged at L2.
         """
         kind = number.kind
         name = number.name
         equal = self.exact and self.ordered
         if kind is NumberKind.PARAMETER and plain(name) not in self.written:
-            return ("L0",)
+            return ("L2",) if self.compiled_update else ("L0",)
         if number.key in self.unstable or number.label in self.resummed:
             return ("L2",)
         kept = kind is NumberKind.GRADIENT and name in self.ignored

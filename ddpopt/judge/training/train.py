@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch._dynamo.utils import counters
-from torch.optim import SGD
 
 from ddpopt.cases.case import step_seed
 from ddpopt.cases.option_cases import differing
@@ -95,11 +94,10 @@ def _ways(trainer: Trainer, option: Option) -> tuple[Callable[[], None], Callabl
     whole = trainer.parallel.whole
     if whole is None:
         return functools.partial(option.take_step, trainer), trainer.updates.step
-    # what an option does between a backward and its optimizer is not captured, so neither is the optimizer;
-    # Adam's arithmetic in a graph is not that of eager, unless it is the fused kernel
-    recipe = option.recipe
-    is_exact = recipe is None or recipe.kind is SGD or bool(recipe.settings.get("fused"))
-    captures_update = option.finish_step is None and is_exact
+    trainer.record.captures_step = True
+    # what an option does between a backward and its optimizer is not captured, so neither is the optimizer
+    is_exact = option.recipe is None or option.recipe.is_exact
+    captures_update = trainer.record.captures_update = option.finish_step is None and is_exact
     take = whole_step(trainer, option.take_step, whole, captures_update=captures_update)
     return take, trainer.updates.follow if captures_update else trainer.updates.step
 

@@ -45,6 +45,15 @@ class Recipe:
     scales: bool = False
     averages: bool = False
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether a graph that contains the optimizer may compute what eager does, bit for bit.
+
+        In a graph Adam computes its bias correction in float32, where eager has Python's numbers; its fused
+        kernel is the same in both.
+        """
+        return self.kind is SGD or bool(self.settings.get("fused"))
+
 
 def recipe_for(recipe: Recipe | None, engine: Engine, *, has_momentum: bool = True) -> Recipe | None:
     """How an engine is trained under an option with this recipe.
@@ -157,27 +166,31 @@ class Updated:
     state: Named
 
 
-def repeated(record: Record) -> list[Updated]:
+def repeated(record: Record, moved: Callable[[Tensor], Tensor] = torch.clone) -> list[Updated]:
     """What the gradients that a run took make of its parameters in each step.
 
     A gradient without its parameter's shape and dtype counts as missing.
+
+    Args:
+        record: the run.
+        moved: gives the tensor to compute with instead of a parameter before a step, or of a gradient.
     """
     recipe: Recipe | None = record.recipe
     names = [name for name in record.steps[0].gradients if name in record.start] if record.steps else []
     engine = Engine()
-    engine.model = nn.ParameterList(record.start[name].clone() for name in names)
+    engine.model = nn.ParameterList(moved(record.start[name]) for name in names)
     parameters = [*engine.model.parameters()]
     scales = recipe is not None and recipe.scales
     updates = Updates(replace(recipe, scales=False) if recipe else None, engine)
     found = []
     for start, step in zip(record.starts, record.steps, strict=False):
         for name, parameter in zip(names, parameters, strict=True):
-            data = start[name].clone()
+            data = start[name]
             gradient = step.taken.get(name)
             if gradient is not None and (gradient.shape, gradient.dtype) != (data.shape, data.dtype):
                 gradient = None
-            parameter.data = data
-            parameter.grad = None if gradient is None else gradient.clone()
+            parameter.data = moved(data)
+            parameter.grad = None if gradient is None else moved(gradient)
         gradients = [p.grad for p in parameters if p.grad is not None]
         if not scales or all(bool(dense(gradient).isfinite().all()) for gradient in gradients):
             updates.step()
