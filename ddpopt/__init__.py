@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ddpopt.step.api import train_step as train_step
     from ddpopt.step.replicate import Replicate as Replicate
     from ddpopt.step.replicate import ShardOptimizer as ShardOptimizer
+    from ddpopt.step.state import StatefulTransform as StatefulTransform
 
 __version__ = "0.1.0"
 
@@ -33,6 +34,7 @@ _HOMES = {
     "Plan": "planning.plan",
     "Replicate": "step.replicate",
     "ShardOptimizer": "step.replicate",
+    "StatefulTransform": "step.state",
     "Verdict": "judge.verdict",
     "compile": "dynamo.api",
     "explain": "explanation.explain",

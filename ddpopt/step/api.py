@@ -15,6 +15,7 @@ from ddpopt.graph.nodes import CompilerFn
 from ddpopt.step.overrides import Override, Transform
 from ddpopt.step.parallel import Parallel
 from ddpopt.step.settings import WHAT, Fallback, Fusion, StepSettings
+from ddpopt.step.state import StatefulTransform
 from ddpopt.torch_private import STEP, require_supported
 
 
@@ -24,7 +25,7 @@ def train_step(
     backend: str | CompilerFn = "inductor",
     fusion: Fusion = "concat",
     overrides: Sequence[Override] = (),
-    transform: Transform | None = None,
+    transform: Transform | StatefulTransform | None = None,
     fallback: Fallback | None = None,
     parallel: Parallel | None = None,
 ) -> Any:
@@ -37,7 +38,8 @@ def train_step(
         fusion: ``"concat"``: a bucket's gradients are sent in one buffer; ``"coalesced"``: in one operation.
         overrides: keep submodules out of the graph, or change the captured graph.
         transform: a pass over the whole graph, collectives included, whose nodes are named after their
-            buckets (``bucket_0_all_reduce``). It runs once for each graph, and returns a graph or None.
+            buckets (``bucket_0_all_reduce``). It runs once for each graph, and returns a graph or None. A
+            `StatefulTransform` may also add tensors, which are kept from step to step.
         fallback: ``"inline"``: a step that cannot be captured runs in eager around `ddpopt.compile`. By
             default it raises.
         parallel: how modules without DDP are trained, such as ``ddpopt.Replicate()``; by default each is in

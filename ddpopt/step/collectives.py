@@ -41,7 +41,8 @@ def digests(captured: CapturedStep, shares: Ownership | None) -> dict[str, int]:
         averaged = {each.spec.name for each in captured.slots if each.replica is replica}
         owned = [owners[id(each)] for each in replica.module.parameters() if id(each) in owners]
         how = sorted(averaged), replica.transport
-        sent.setdefault(replica.group.group_name, []).append((buckets, how, [*replica.form], owned))
+        parts = buckets, how, [*replica.form], owned, captured.state.face(captured.added)
+        sent.setdefault(replica.group.group_name, []).append(parts)
     for node in captured.gm.graph.nodes:
         if str(node.target).startswith("_c10d_functional") and node.args[-1] in sent:
             shape = tuple(getattr(node.meta.get("val"), "shape", ()))

@@ -49,13 +49,17 @@ MOVING: dict[str, Any] = {
 """Inductor's passes that move, merge or order what a step has placed, with the value that turns them off."""
 
 
-def compile_step(gm: fx.GraphModule, inputs: Sequence[Any], backend: str | CompilerFn) -> Callable[..., Any]:
+def compile_step(
+    gm: fx.GraphModule, inputs: Sequence[Any], backend: str | CompilerFn, *, keeps_rounding: bool = False
+) -> Callable[..., Any]:
     """Compile the graph of a step, while Dynamo compiles.
 
     Args:
         gm: the graph, with its collectives.
         inputs: its inputs.
         backend: a Dynamo backend.
+        keeps_rounding: whether Inductor rounds where the graph converts to a narrower dtype and back, as in
+            eager. By default it leaves that out, so that what a compression loses would be zero.
 
     Returns:
         A function of the graph's inputs.
@@ -64,11 +68,16 @@ def compile_step(gm: fx.GraphModule, inputs: Sequence[Any], backend: str | Compi
     _relax_views(gm)
     # it would take the numbers for constants
     kept = patch.object(_tensorify_python_scalars, "_is_tensorify_enabled", lambda: False)
-    with kept, _settings(compiler), V.set_choices_handler(Sections()), torch.no_grad():
+    with (
+        kept,
+        _settings(compiler, keeps_rounding=keeps_rounding),
+        V.set_choices_handler(Sections()),
+        torch.no_grad(),
+    ):
         return compiler(gm, [*inputs])
 
 
-def _settings(compiler: CompilerFn) -> contextlib.AbstractContextManager[None]:
+def _settings(compiler: CompilerFn, *, keeps_rounding: bool) -> contextlib.AbstractContextManager[None]:
     """Settings under which Inductor, if a backend calls it, compiles a step."""
     if not may_call_inductor(compiler):
         return contextlib.nullcontext()
@@ -78,6 +87,7 @@ def _settings(compiler: CompilerFn) -> contextlib.AbstractContextManager[None]:
     last = get_custom_graph_passes(config.post_grad_custom_post_pass)
     settings: dict[str, Any] = {
         **_passes_off(),
+        "emulate_precision_casts": keeps_rounding or config.emulate_precision_casts,
         "pre_grad_custom_pass": [*first, NumbersAsTensors()],
         "post_grad_custom_post_pass": [*last, Schedule()],
         "unsafe_marked_cacheable_functions": {**config.unsafe_marked_cacheable_functions, **traced},

@@ -24,6 +24,7 @@ from ddpopt.step.accumulation import MARK
 from ddpopt.step.parallel import Averaging, Own, Parallel
 from ddpopt.step.replicas import AVERAGE, SYNCHRONIZED, Averaged, Known, Replica
 from ddpopt.step.settings import INSTEAD, WHAT
+from ddpopt.step.state import StepState
 from ddpopt.step.tracing import Seen
 from ddpopt.step.unused import FILLED, reached_from
 
@@ -44,6 +45,8 @@ class CapturedStep:
         averaging: which of its accumulations average.
         tensors: those of its inputs that are tensors, by the name of their placeholder.
         plans: the buckets of each module; empty until they are planned.
+        state: what passes add to the step, in all of its graphs.
+        added: the names of what they add to this graph, in the order of its last inputs.
     """
 
     gm: fx.GraphModule
@@ -52,6 +55,8 @@ class CapturedStep:
     averaging: Averaging
     tensors: Mapping[str, Tensor]
     plans: tuple[Plan, ...] = ()
+    state: StepState = field(default_factory=StepState)
+    added: tuple[str, ...] = ()
 
 
 def record_step(

@@ -21,6 +21,8 @@ from torch.func import functional_call
 from ddpopt.errors import UsageError
 
 Transform = Callable[[fx.GraphModule], fx.GraphModule | None]
+OF_STATE = "ddpopt_state"
+"""In a node's meta: whether it is an input that a pass added."""
 
 
 class Override:
@@ -193,7 +195,7 @@ def passed(change: Callable[..., Any], gm: fx.GraphModule, what: str, *given: An
 
 def _face(gm: fx.GraphModule) -> tuple[Any, ...]:
     """A graph's inputs, the number of its outputs, and its collectives."""
-    inputs = [node.name for node in gm.graph.find_nodes(op="placeholder")]
+    inputs = [node.name for node in gm.graph.find_nodes(op="placeholder") if not node.meta.get(OF_STATE)]
     outputs: Any = gm.graph.output_node().args[0]
     named = (str(node.target) for node in gm.graph.nodes if node.op == "call_function")
     sent = sorted(name for name in named if name.startswith(("_c10d_functional", "ddpopt.average")))

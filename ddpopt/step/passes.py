@@ -10,7 +10,8 @@ from ddpopt.step.collectives import insert_collectives, plan_step
 from ddpopt.step.gathering import gather_parameters
 from ddpopt.step.graphs import CapturedStep
 from ddpopt.step.overrides import passed
-from ddpopt.step.settings import WHAT, StepSettings
+from ddpopt.step.settings import StepSettings
+from ddpopt.step.state import TRANSFORM, Declared, StatefulTransform, add_values
 
 Pass = Callable[[CapturedStep, StepSettings], None]
 
@@ -42,10 +43,17 @@ def apply_transform(step: CapturedStep, settings: StepSettings) -> None:
     """Let the user's transform change the graph with its collectives.
 
     Raises:
-        UsageError: it returns no graph.
+        UsageError: it returns no graph, or what it declares cannot be used.
     """
     if settings.transform is not None:
-        step.gm = passed(settings.transform, step.gm, f"{WHAT}(transform=...)")
+        add_values(step.gm.graph)
+    if isinstance(settings.transform, StatefulTransform):
+        declared = Declared(step.gm.graph, step.tensors, step.state)
+        step.gm = passed(settings.transform, step.gm, TRANSFORM, declared)
+        declared.require_all_loaded()
+        step.added = (*declared.names,)
+    elif settings.transform is not None:
+        step.gm = passed(settings.transform, step.gm, TRANSFORM)
 
 
 PASSES: tuple[Pass, ...] = (

@@ -10,6 +10,7 @@ from ddpopt.errors import UsageError, require_choice
 from ddpopt.graph.nodes import CompilerFn
 from ddpopt.step.overrides import Override, Transform
 from ddpopt.step.parallel import Parallel
+from ddpopt.step.state import StatefulTransform
 
 WHAT = "ddpopt.train_step"
 """The name of `train_step` in error messages."""
@@ -30,7 +31,7 @@ class StepSettings:
     fusion: Fusion
     fallback: Fallback | None
     overrides: tuple[Override, ...]
-    transform: Transform | None
+    transform: Transform | StatefulTransform | None
     parallel: Parallel | None = None
 
     def __post_init__(self) -> None:

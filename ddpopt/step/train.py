@@ -36,6 +36,7 @@ from ddpopt.step.replicas import Replica
 from ddpopt.step.scaling import forgetting_skipped
 from ddpopt.step.settings import INSTEAD, WHAT, StepSettings
 from ddpopt.step.sharding import divide
+from ddpopt.step.state import StatefulTransform, StepState
 from ddpopt.step.tracing import MOST, Seen, traceable
 from ddpopt.step.unused import Names, UsedElsewhereError
 from ddpopt.step.wrapped import Wrapped
@@ -89,6 +90,7 @@ class TrainStep:
         self._replaced: WeakKeyDictionary[Any, Sequence[Swap]] = WeakKeyDictionary()
         self._swaps: Sequence[Swap] = ()
         self._inline: Callable[[], Any] | None = None
+        self._state = StepState()
 
     @property
     def plans(self) -> tuple[Plan, ...]:
@@ -107,6 +109,34 @@ class TrainStep:
                 self._inline = inline(self._settings.backend)
         with self._inline():
             return self._function(*args, **kwargs)
+
+    def last(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a step after which nothing is pending: what a transform leaves for the next one is completed.
+
+        Args:
+            args: as for a step.
+            kwargs: as for a step.
+        """
+        returned = self(*args, **kwargs)
+        if isinstance(self._settings.transform, StatefulTransform):
+            with torch.no_grad():
+                self._settings.transform.finish(self._state.tensors)
+        return returned
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Copies of the tensors that a transform added to the step, by their names."""
+        return {name: tensor.clone() for name, tensor in self._state.tensors.items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go on with these tensors, before the first step or after any.
+
+        Args:
+            state: what `state_dict` returned; of tensors that are each rank's own, this rank's.
+
+        Raises:
+            UsageError: a tensor has another form than the step's.
+        """
+        self._state.load(state)
 
     def _run(self, args: Any, kwargs: Any) -> Any:
         self._given = args, kwargs
@@ -212,10 +242,14 @@ class TrainStep:
         with swapped(self._swaps), _disable_current_modes():
             captured = record_step(gm, inputs, self._seen, self._parallel, self._near())
             self._require_reached(captured.replicas)
+            captured.state = self._state
             for change in PASSES:
                 change(captured, self._settings)
             keys = digests(captured, self._parallel.shares(captured.replicas))
-            compiled = compile_step(captured.gm, inputs, self._settings.backend)
+            added = [self._state.tensors[name] for name in captured.added]
+            compiled = compile_step(
+                captured.gm, [*inputs, *added], self._settings.backend, keeps_rounding=bool(added)
+            )
         plans = captured.plans
         self.graphs.append(Graph(captured.gm, plans))
         logger.info("ddpopt: captured a step; buckets: %s", [len(plan.buckets) for plan in plans])
@@ -226,6 +260,7 @@ class TrainStep:
         self._compiled_for.update((owner, self._parallel.reading(owner)) for owner in owners)
         running = self._parallel.running(captured.replicas, captured.averaging)
         compare = weakref.WeakMethod(self._compare)
+        state = self._state
 
         def run(*inputs: Any) -> Any:  # Dynamo keeps it in the globals of the function's module
             replicas = running.replicas()
@@ -234,7 +269,8 @@ class TrainStep:
             for replica, plan in zip(replicas, plans, strict=True):
                 state_of(replica.owner).step_plan = plan
             with torch.no_grad():
-                returned = compiled(*inputs)
+                state.make_equal(replicas[0].group)
+                returned = compiled(*inputs, *added)
             running.end()
             return returned
 
