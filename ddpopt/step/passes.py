@@ -50,8 +50,8 @@ def apply_transform(step: CapturedStep, settings: StepSettings) -> None:
     if isinstance(settings.transform, StatefulTransform):
         declared = Declared(step.gm.graph, step.tensors, step.state)
         step.gm = passed(settings.transform, step.gm, TRANSFORM, declared)
-        declared.require_all_loaded()
-        step.added = (*declared.names,)
+        step.state.declare(declared.tensors, declared.own)
+        step.added = (*declared.tensors,)
     elif settings.transform is not None:
         step.gm = passed(settings.transform, step.gm, TRANSFORM)
 

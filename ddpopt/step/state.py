@@ -6,6 +6,7 @@ Invariant: a name means one tensor, in all graphs of a step; and the ranks' tens
 take part in a step, but for those that are declared to be each rank's own.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,9 +23,13 @@ TRANSFORM = "ddpopt.train_step(transform=...)"
 FORM = "{shape} of {dtype} on {device}"
 
 
-class StatefulTransform:
-    """A pass over a step's graph that has tensors of its own, kept from step to step; inherit from it."""
+class StatefulTransform(ABC):
+    """A pass over a step's graph that has tensors of its own, kept from step to step; inherit from it.
 
+    It declares all of them for each graph of the step.
+    """
+
+    @abstractmethod
     def __call__(self, graph_module: fx.GraphModule, state: "Declared") -> fx.GraphModule | None:
         """Change the graph, once for each graph of the step.
 
@@ -35,9 +40,8 @@ class StatefulTransform:
         Returns:
             The graph to use; None for `graph_module` itself.
         """
-        raise NotImplementedError
 
-    def finish(self, state: Mapping[str, Tensor]) -> None:
+    def finish(self, state: Mapping[str, Tensor]) -> None:  # noqa: B027  # most leave nothing
         """Complete what a step leaves for the next one; ``step.last(...)`` calls it after a step.
 
         Args:
@@ -52,7 +56,7 @@ class StepState:
     Attributes:
         tensors: each by its name.
         own: names of those that each rank has for itself.
-        loaded: those of a checkpoint that no pass has declared yet.
+        loaded: those of a checkpoint, until the pass declares them.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -61,25 +65,36 @@ class StepState:
     _sent: set[str] = field(default_factory=set)
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take the tensors of a checkpoint; those that are not known yet are used when they are declared.
+        """Take the tensors of a checkpoint; before the first step, they are used when they are declared.
 
         Raises:
-            UsageError: a known one has another form.
+            UsageError: one has another form than the step's, or the step has none of its name.
         """
+        if not self.tensors:
+            self.loaded = {name: value.detach().clone() for name, value in state.items()}
+            return
+        _require_declared(state.keys() - self.tensors.keys())
         for name, value in state.items():
-            if name in self.tensors:
-                _require_form(name, value, form_of(self.tensors[name]))
+            _require_form(name, value, form_of(self.tensors[name]))
         for name, value in state.items():
-            if name in self.tensors:
-                self.tensors[name].copy_(value.detach())
-            else:
-                self.loaded[name] = value.detach().clone()
+            self.tensors[name].copy_(value.detach())
 
-    def make_equal(self, group: dist.ProcessGroup) -> None:
+    def declare(self, made: Mapping[str, Tensor], own: Iterable[str]) -> None:
+        """Add what a pass has declared.
+
+        Raises:
+            UsageError: it did not declare all that was loaded.
+        """
+        _require_declared(self.loaded.keys() - made.keys())
+        self.loaded.clear()
+        self.tensors |= made
+        self.own.update(own)
+
+    def make_equal(self, names: Iterable[str], group: dist.ProcessGroup) -> None:
         """Give all ranks the first rank's tensors, of those that are new and meant to be equal."""
-        for name, tensor in self.tensors.items():
+        for name in names:
             if name not in self._sent and name not in self.own:
-                dist.broadcast(tensor, group=group, group_src=0)
+                dist.broadcast(self.tensors[name], group=group, group_src=0)
             self._sent.add(name)
 
     def face(self, names: Iterable[str]) -> list[Any]:
@@ -97,12 +112,14 @@ class Declared:
 
     Attributes:
         inputs: the user's tensors, by the names of the graph's placeholders; parameters are among them.
-        names: what was declared, in the order of the placeholders.
+        tensors: what was declared, in the order of the placeholders.
+        own: the names of those that each rank has for itself.
     """
 
     def __init__(self, graph: fx.Graph, inputs: Mapping[str, Tensor], state: StepState) -> None:
         self.inputs = inputs
-        self.names: list[str] = []
+        self.tensors: dict[str, Tensor] = {}
+        self.own: set[str] = set()
         self._graph = graph
         self._state = state
 
@@ -124,39 +141,27 @@ class Declared:
         Raises:
             UsageError: the name is declared twice, or a tensor of that name, or `initial`, has another form.
         """
-        if name in self.names:
+        if name in self.tensors:
             raise UsageError(f"{TRANSFORM}: {name!r} is declared twice")
         form = form_of(like.meta["val"])
-        state = self._state
-        if name not in state.tensors:
-            given = state.loaded.get(name, initial)
-            if given is not None:
-                _require_form(name, given, form)
-            made = torch.zeros(form["shape"], dtype=form["dtype"], device=form["device"])
-            state.tensors[name] = made if given is None else made.copy_(given.detach())
-            state.loaded.pop(name, None)
-        tensor = state.tensors[name]
+        tensor = self._state.tensors.get(name)
+        if tensor is None:
+            tensor = torch.zeros(form["shape"], dtype=form["dtype"], device=form["device"])
+            first = self._state.loaded.get(name, initial)
+            if first is not None:
+                _require_form(name, first, form)
+                tensor.copy_(first.detach())
         _require_form(name, tensor, form)
-        if own:
-            state.own.add(name)
         last = self._graph.find_nodes(op="placeholder")[-1]
         with self._graph.inserting_after(last):
-            node = self._graph.placeholder(f"state_{len(self.names)}")
+            node = self._graph.placeholder(f"state_{len(self.tensors)}")
         fake_mode: Any = TracingContext.get().fake_mode
         node.meta["val"] = fake_mode.from_tensor(tensor, static_shapes=True)
         node.meta[OF_STATE] = True
-        self.names.append(name)
+        self.tensors[name] = tensor
+        if own:
+            self.own.add(name)
         return node
-
-    def require_all_loaded(self) -> None:
-        """Check that the pass declares all that was loaded.
-
-        Raises:
-            UsageError: it does not.
-        """
-        if self._state.loaded:
-            unknown = ", ".join(map(repr, self._state.loaded))
-            raise UsageError(f"{TRANSFORM}: the loaded state has {unknown}, which the pass does not declare")
 
 
 def add_values(graph: fx.Graph) -> None:
@@ -173,6 +178,11 @@ def add_values(graph: fx.Graph) -> None:
 def form_of(tensor: Tensor) -> dict[str, Any]:
     """The form of a tensor."""
     return {"shape": tuple(tensor.shape), "dtype": tensor.dtype, "device": tensor.device}
+
+
+def _require_declared(unknown: Iterable[str]) -> None:
+    if names := ", ".join(repr(name) for name in sorted(unknown)):
+        raise UsageError(f"{TRANSFORM}: the loaded state has {names}, which the pass does not declare")
 
 
 def _require_form(name: str, tensor: Tensor, form: Mapping[str, Any]) -> None:

@@ -134,8 +134,10 @@ class TrainStep:
             state: what `state_dict` returned; of tensors that are each rank's own, this rank's.
 
         Raises:
-            UsageError: a tensor has another form than the step's.
+            UsageError: a tensor has another form than the step's, or the step has none of that name.
         """
+        if state and not isinstance(self._settings.transform, StatefulTransform):
+            raise UsageError(f"{WHAT}: got a state, but no pass that has one; give transform=...")
         self._state.load(state)
 
     def _run(self, args: Any, kwargs: Any) -> Any:
@@ -260,7 +262,7 @@ class TrainStep:
         self._compiled_for.update((owner, self._parallel.reading(owner)) for owner in owners)
         running = self._parallel.running(captured.replicas, captured.averaging)
         compare = weakref.WeakMethod(self._compare)
-        state = self._state
+        state, names = self._state, captured.added
 
         def run(*inputs: Any) -> Any:  # Dynamo keeps it in the globals of the function's module
             replicas = running.replicas()
@@ -269,7 +271,7 @@ class TrainStep:
             for replica, plan in zip(replicas, plans, strict=True):
                 state_of(replica.owner).step_plan = plan
             with torch.no_grad():
-                state.make_equal(replicas[0].group)
+                state.make_equal(names, replicas[0].group)
                 returned = compiled(*inputs, *added)
             running.end()
             return returned

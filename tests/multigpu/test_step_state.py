@@ -92,9 +92,9 @@ def mean(tensor: Tensor, size: int) -> Tensor:
     return total
 
 
-def alike(found: Any, expected: Any, backend: str) -> bool:
+def alike(found: Any, expected: Any, backend: str, tolerance: float = 1e-6) -> bool:
     if backend == "inductor":
-        return torch.allclose(found, expected, rtol=1e-3, atol=1e-4)
+        return torch.allclose(found, expected, rtol=100 * tolerance, atol=tolerance)
     return torch.equal(found, expected)
 
 
@@ -126,7 +126,8 @@ def test_error_feedback_is_what_eager_code_computes(ranks: Ranks, backend: str) 
         step(ours, optimizer, x)
         stepped(expected, x, compressed)
     pairs = zip(ours.parameters(), expected.parameters(), strict=True)
-    assert all(alike(found, wanted, backend) for found, wanted in pairs)
+    # where a gradient is rounded the other way, it is off by a thousandth
+    assert all(alike(found, wanted, backend, tolerance=RATE * 1e-3) for found, wanted in pairs)
     (residual,) = step.state_dict().values()
     lost = torch.cat([each.flatten() for each in residuals.values()])
     assert float(residual.norm()) == pytest.approx(float(lost.norm()), rel=0.5)
@@ -214,7 +215,7 @@ class Declaring(ddpopt.StatefulTransform):
             state.tensor(name, first, self.initial)
 
 
-def test_what_cannot_be_used_is_refused_with_its_name(ranks: Ranks) -> None:
+def test_what_cannot_be_used_is_refused_with_its_name_on_all_ranks(ranks: Ranks) -> None:
     def refused(transform: Any, loaded: Mapping[str, Tensor] | None = None, after: int = 0) -> str:
         ours = model()
         step = compiled(transform)
@@ -228,6 +229,8 @@ def test_what_cannot_be_used_is_refused_with_its_name(ranks: Ranks) -> None:
         before = [each.clone() for each in ours.parameters()]
         message = str(refusal(run, UsageError))
         assert all(map(torch.equal, ours.parameters(), before))
+        assert {*ranks.gather(message)} == {message}
+        assert step.state_dict().keys() == ({"a"} if after else set())
         return message
 
     assert "'a' is declared twice" in refused(Declaring("a", "a"))
@@ -235,15 +238,23 @@ def test_what_cannot_be_used_is_refused_with_its_name(ranks: Ranks) -> None:
     assert form in refused(Declaring("a", initial=torch.ones(2)))
     assert form in refused(Declaring("a"), {"a": torch.ones(2)})
     assert form in refused(Declaring("a"), {"a": torch.ones(2)}, after=1)
-    assert "the loaded state has 'b', which the pass does not declare" in refused(
-        Declaring("a"), {"b": torch.ones(2)}
-    )
-    assert ranks.size  # all ranks are refused alike
+    unknown = "the loaded state has 'b', which the pass does not declare"
+    assert unknown in refused(Declaring("a"), {"b": torch.ones(2)})
+    assert unknown in refused(Declaring("a"), {"b": torch.ones(2)}, after=1)
+    with pytest.raises(UsageError, match="no pass that has one"):
+        compiled(None).load_state_dict({"a": torch.ones(2)})
 
 
 def test_ranks_whose_passes_declare_different_tensors_are_refused(ranks: Ranks) -> None:
     if ranks.size == 1:
         pytest.skip("needs two ranks")
     ours = model()
-    step = compiled(Declaring(f"of rank {ranks.rank}"))
+    before = [each.clone() for each in ours.parameters()]
+    differing = Declaring(f"of rank {ranks.rank}")
+    step = compiled(differing)
     refusal(lambda: step(ours, optimizer_of(ours), torch.ones(4, WIDTH)), PlanMismatchError)
+    assert all(map(torch.equal, ours.parameters(), before))
+    # what was refused is sent by no later graph
+    differing.names = ("of all",)
+    step(ours, optimizer_of(ours), torch.ones(5, WIDTH))
+    assert not any(map(torch.equal, ours.parameters(), before))

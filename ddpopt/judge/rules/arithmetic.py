@@ -39,8 +39,8 @@ COARSE_SCALARS = 4.0
 FINE_SCALARS = 64.0
 """Roundings of a scalar, in units in the last place, that a whole tensor may have in common.
 
-As many as that may a scalar have: it is often a sum, such as a loss, and compiled code adds a vector's lanes
-one after the other where eager adds in pairs.
+A number that is a tensor of its own may have as many: it is often a sum, such as a loss, and compiled code
+adds one element after the other where eager adds in pairs.
 """
 OCTAVES = 6
 """Rows that differ by more than this power of 2 are of different size."""
@@ -138,7 +138,7 @@ def arithmetic_of(
 
     The floor is the error from rounding the result alone. For a mean over ranks it comes from its terms, as
     at L1 (`communication_bound`): terms that cancel leave their rounding errors, not zero. For anything else
-    it is one unit in the last place, or the smallest subnormal number; for a scalar, some of these.
+    it is one unit in the last place, or the smallest subnormal number; for a tensor of one element, `FINE_SCALARS` of these.
 
     Args:
         samples: results of the eager step, the unperturbed one first, then perturbed ones.
@@ -257,7 +257,7 @@ def _rows_of_different_size(
 
 def _floor(truth: Tensor, terms: Sum | None, dtype: torch.dtype, sent_as: torch.dtype | None) -> Tensor:
     info = torch.finfo(dtype)
-    is_sum = truth.dim() == 0 and info.eps <= COARSE
+    is_sum = truth.numel() == 1 and info.eps <= COARSE
     own = truth.abs() * info.eps * (FINE_SCALARS if is_sum else 1) + info.smallest_normal * info.eps
     if terms is None:
         return own

@@ -135,16 +135,18 @@ def test_terms_that_cancel_may_leave_their_rounding() -> None:
     assert not arithmetic(torch.full((5,), 1e-8), known).right
 
 
-def test_a_scalar_may_be_a_sum_in_another_order() -> None:
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_a_scalar_may_be_a_sum_in_another_order(shape: tuple[int, ...]) -> None:
     terms = drawn(0, 2**17).square()
-    known = arithmetic_of([terms.sum(), terms.flip(0).sum()] * 4, terms.double().sum())
+    samples = [terms.sum().view(shape), terms.flip(0).sum().view(shape)] * 4
+    known = arithmetic_of(samples, terms.double().sum().view(shape))
     lanes = torch.zeros(16)
     for each in terms.view(-1, 16):
         lanes += each
     error = abs(lanes.sum().double() - known.truth)
     assert error > known.factor * known.mean_square + terms.sum() * 2**-23  # as Inductor's losses have
-    assert arithmetic(lanes.sum(), known).right
-    assert not arithmetic(terms.sum() * (1 + 1e-5), known).right
+    assert arithmetic(lanes.sum().view(shape), known).right
+    assert not arithmetic(samples[0] * (1 + 1e-5), known).right
 
 
 def test_a_mean_that_is_sent_in_half_precision_is_rounded_to_it() -> None:
