@@ -138,7 +138,8 @@ def arithmetic_of(
 
     The floor is the error from rounding the result alone. For a mean over ranks it comes from its terms, as
     at L1 (`communication_bound`): terms that cancel leave their rounding errors, not zero. For anything else
-    it is one unit in the last place, or the smallest subnormal number; for a tensor of one element, `FINE_SCALARS` of these.
+    it is one unit in the last place, or the smallest subnormal number; for a tensor of one element,
+    `FINE_SCALARS` units.
 
     Args:
         samples: results of the eager step, the unperturbed one first, then perturbed ones.
